@@ -1,0 +1,37 @@
+"""The only place that turns logits and a temperature into log-probabilities. Engine and trainer both call it.
+
+Temperature divides the logits on both sides. Log-probabilities are over the full vocabulary: top-p, top-k and min-p
+restrict which token may be drawn, never what its probability was (so the importance ratio stays unbiased).
+
+M = rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def full_logprobs(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
+    """log_softmax(logits / temperature) in fp32, row by row. Temperature 0 (greedy) is scored at temperature 1.
+
+    `temperature` is a number or one per row (M). `log_softmax` rather than `logsumexp`: the latter's order over the
+    vocabulary depends on the number of rows.
+    """
+    logits_MV = logits_MV.float()
+    if isinstance(temperature, Tensor):
+        divisor_M1 = torch.where(temperature == 0, 1.0, temperature.float()).unsqueeze(-1)
+        logits_MV = logits_MV / divisor_M1
+    elif temperature not in (0.0, 1.0):
+        logits_MV = logits_MV / torch.tensor(temperature, dtype=torch.float32)
+    return torch.log_softmax(logits_MV, dim=-1)
+
+
+def token_logprobs(logits_MV: Tensor, token_ids_M: Tensor, temperature: float | Tensor) -> Tensor:
+    """Log-probability (nats, fp32) of one token per row. Differentiable."""
+    return full_logprobs(logits_MV, temperature).gather(-1, token_ids_M.unsqueeze(-1)).squeeze(-1)
+
+
+def entropies(logprobs_MV: Tensor) -> Tensor:
+    """Entropy (nats) per row of full log-probabilities, so at the temperature that they were taken at."""
+    return -(logprobs_MV.exp() * logprobs_MV).nan_to_num(nan=0.0).sum(-1)

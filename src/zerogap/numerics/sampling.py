@@ -1,0 +1,94 @@
+"""The only place that draws tokens. A token depends on (seed, position, its own row of logits), never on the batch.
+
+One uniform number per token from a counter-based generator, then the inverse of the cumulative distribution: a
+vocabulary-sized random draw per row would cost more than the softmax.
+
+B = rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerogap.numerics.logprob import full_logprobs
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to draw one token. temperature 0 is greedy; top_k <= 0 means no limit; `position` counts response tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that is a pure function of its arguments: SplitMix64's finaliser (Steele et al. 2014), twice."""
+    return (_mix(_mix(seed & _MASK) ^ ((position + 1) * 0x9E3779B97F4A7C15 & _MASK)) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def sample(logits_BV: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
+    """token_ids_B (int64), logprobs_B (fp32, full vocabulary, at the row's temperature), and all logprobs_BV.
+
+    A row with a NaN or +inf logit yields a NaN logprob; the caller must refuse it by name.
+    """
+    temperature_B = torch.tensor([r.temperature for r in rows], dtype=torch.float32)
+    logprobs_BV = full_logprobs(logits_BV, temperature_B)
+    tokens_B = torch.empty(len(rows), dtype=torch.int64)
+    greedy = [i for i, r in enumerate(rows) if r.temperature == 0]
+    drawn = [i for i, r in enumerate(rows) if r.temperature != 0]
+    if greedy:
+        tokens_B[greedy] = logits_BV[greedy].argmax(-1)
+    if drawn:
+        everything = len(drawn) == len(rows)
+        weights = (logprobs_BV if everything else logprobs_BV[drawn]).exp()
+        for j, i in enumerate(drawn):
+            if rows[i].truncates:
+                weights[j] = _truncate(weights[j], rows[i])
+        tokens_B[drawn] = _invert(weights, [uniform(rows[i].seed, rows[i].position) for i in drawn])
+    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1), logprobs_BV
+
+
+def _truncate(probs_V: Tensor, row: SamplingRow) -> Tensor:
+    """Zeroes what top-k, then top-p, then min-p rule out. Ties go to the lower token id."""
+    sorted_V, order_V = probs_V.sort(descending=True, stable=True)
+    keep_V = torch.ones_like(sorted_V, dtype=torch.bool)
+    if 0 < row.top_k < len(sorted_V):
+        keep_V[row.top_k :] = False
+    if row.top_p < 1.0:
+        kept_V = torch.where(keep_V, sorted_V, 0.0)
+        before_V = kept_V.cumsum(-1) - kept_V
+        keep_V &= before_V <= row.top_p * kept_V.sum()
+        keep_V[0] = True
+    if row.min_p > 0.0:
+        keep_V &= sorted_V >= row.min_p * sorted_V[0]
+    out_V = torch.zeros_like(probs_V)
+    out_V[order_V[keep_V]] = sorted_V[keep_V]
+    return out_V
+
+
+def _invert(weights_BV: Tensor, uniforms: list[float]) -> Tensor:
+    """The first token at which the running sum of weights passes u * total, in fp64."""
+    running_BV = weights_BV.cumsum(-1, dtype=torch.float64)
+    target_B1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(-1) * running_BV[:, -1:]
+    return torch.searchsorted(running_BV, target_B1, right=True).squeeze(-1).clamp_(max=weights_BV.shape[-1] - 1)
