@@ -72,6 +72,21 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of every weight matrix that the decoder multiplies by, fused as the decoder fuses them."""
+        return (
+            (self.hidden_size, self.q_size + 2 * self.kv_size),
+            (self.q_size, self.hidden_size),
+            (self.hidden_size, 2 * self.intermediate_size),
+            (self.intermediate_size, self.hidden_size),
+            (self.hidden_size, self.vocab_size),
+        )
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Reads the dictionary of a `config.json`. Raises ConfigError for a family or feature without an exact kernel."""

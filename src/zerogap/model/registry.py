@@ -1,0 +1,39 @@
+"""The only place that turns a Hugging Face folder into a decoder with its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from zerogap.errors import ConfigError
+from zerogap.model.checkpoint import load_into
+from zerogap.model.config import ModelConfig
+from zerogap.model.decoder import Decoder
+from zerogap.model.layers import Allocate
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model's config.json. Raises ConfigError if there is none or its model is not supported."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no config.json", remedy="give a Hugging Face model folder, or a name `zerogap model` knows"
+        )
+    return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported", remedy=f"use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Decoder:
+    """A decoder with the folder's weights, cast to `dtype`; every name of the checkpoint is accounted for."""
+    decoder = Decoder(read_config(folder), dtype=dtype, allocate=allocate)
+    load_into(decoder.hf_tensors(), folder)
+    return decoder
