@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from zerogap.model.config import ModelConfig, RopeConfig
 from zerogap.model.decoder import Decoder
@@ -44,9 +45,7 @@ def tiny_decoder(config: ModelConfig = TINY, *, seed: int = 0, dtype: torch.dtyp
 
 
 def tiny_folder(path: Path, config: ModelConfig = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """A Hugging Face folder of a tiny model (weights and config.json; a tokenizer comes from `support.tiny_tokenizer`)."""
-    from safetensors.torch import save_file
-
+    """A Hugging Face folder of a tiny model: weights and config.json, no tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.clone() for k, v in tiny_decoder(config, seed=seed, dtype=dtype).hf_tensors().items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -24,8 +24,8 @@ class RopeConfig:
         if self.kind not in ("default", "linear", "llama3", "yarn"):
             raise ConfigError(
                 f"rope_type {self.kind!r} is not supported",
-                remedy="use a checkpoint with rope_type default, linear, llama3 or yarn; kinds whose frequencies depend "
-                "on the length of the sequence cannot give one logprob per token",
+                remedy="use a checkpoint with rope_type default, linear, llama3 or yarn; kinds whose frequencies "
+                "depend on the length of the sequence cannot give one logprob per token",
             )
 
 
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        """Reads the dictionary of a `config.json`. Raises ConfigError for a family or feature without an exact kernel."""
+        """Reads the dictionary of a `config.json`. Raises ConfigError for what has no exact kernel."""
         model_type = str(hf.get("model_type"))
         _refuse_unsupported(hf, model_type)
         attention_bias = bool(hf.get("attention_bias", False))

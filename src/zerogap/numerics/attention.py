@@ -230,7 +230,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Serving: keys come from a paged cache. Gathering blocks does not change values, so any block order gives the same bits.
+# Serving: keys come from a paged cache. Gathering blocks does not change values: any block order gives the same bits.
 
 
 class PagedKV:

@@ -71,7 +71,7 @@ class Certificate:
 def certify(
     linear_shapes: Iterable[Shape], attention_shape: tuple[int, int, int], vocab_size: int, dtype: torch.dtype
 ) -> Certificate:
-    """Probes the shapes of one model; cached per process and thread count. `attention_shape` is (heads, kv heads, dim)."""
+    """Probes one model's shapes; cached per process and thread count. `attention_shape`: (heads, kv heads, dim)."""
     return _certify(tuple(sorted(set(linear_shapes))), attention_shape, vocab_size, dtype, torch.get_num_threads())
 
 
@@ -126,7 +126,7 @@ def _multiply(weight: Tensor, route: LinearRoute) -> Callable[[Tensor], Tensor]:
 
 
 def _fewest_rows(x_MK: Tensor, reference_MN: Tensor, multiply: Callable[[Tensor], Tensor]) -> int | None:
-    """The smallest m such that every product of at least m rows gives each row its reference bits; None if there is none."""
+    """The smallest m such that every product of at least m rows gives each row its reference bits, or None."""
     total = len(x_MK)
     # A few elements can agree by luck: compare at least 48 rows, or 65,536 elements where rows are long.
     rows_to_compare = min(48, max(2, -(-65536 // reference_MN.shape[1])))
@@ -163,8 +163,8 @@ def _probe_attention(shape: tuple[int, int, int], dtype: torch.dtype, bits: xxha
                 out = attend_rows(repeated, keys[:segments, :, :extent], v[:segments, :extent], row_mask)
                 if not torch.equal(out[:, :count], reference[:segments, start:stop]):
                     failures.append(
-                        f"attention, head_dim {head_dim} ({dtype}): queries {start}..{stop - 1} of {segments} segments over "
-                        f"{extent} keys differ from the full prefill"
+                        f"attention, head_dim {head_dim} ({dtype}): queries {start}..{stop - 1} of {segments} segments "
+                        f"over {extent} keys differ from the full prefill"
                     )
     return failures[:1]
 

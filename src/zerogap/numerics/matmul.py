@@ -31,7 +31,7 @@ DEFAULT_ROUTE = LinearRoute()
 
 
 def pack(weight_NK: Tensor, route: LinearRoute) -> Tensor | None:
-    """A copy of the weight in oneDNN's own layout: the same bits out, much faster for few rows. None where it has no use."""
+    """A copy of the weight in oneDNN's own layout: the same bits out, faster for few rows. None where it has no use."""
     if route.kernel != "onednn" or weight_NK.dtype != torch.float32:
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), None)

@@ -36,7 +36,7 @@ class SamplingRow:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a pure function of its arguments: SplitMix64's finaliser (Steele et al. 2014), twice."""
+    """A number in [0, 1), a pure function of its arguments: SplitMix64's finaliser (Steele et al. 2014), twice."""
     return (_mix(_mix(seed & _MASK) ^ ((position + 1) * 0x9E3779B97F4A7C15 & _MASK)) >> 11) * 2.0**-53
 
 
