@@ -37,28 +37,39 @@ def causal_mask(query_positions_ST: Tensor, num_keys: int, dtype: torch.dtype) -
     return torch.where(visible, 0.0, MASKED).to(dtype).unsqueeze(1)
 
 
-def probabilities(q_BRD: Tensor, keys_BDL: Tensor, mask_BRL: Tensor) -> Tensor:
-    """softmax(q @ keys + mask) [B, R, L] in the dtype of q; q is scaled already, keys are stored transposed."""
-    scores_BRL = torch.bmm(q_BRD, keys_BDL)
+def probabilities(scores_BRL: Tensor, mask_BRL: Tensor) -> Tensor:
+    """softmax(scores + mask), computed in fp32, in the dtype of the scores. Overwrites the scores."""
     scores_BRL += mask_BRL
-    return torch.softmax(scores_BRL, dim=-1, dtype=torch.float32).to(q_BRD.dtype)
+    return torch.softmax(scores_BRL, dim=-1, dtype=torch.float32).to(scores_BRL.dtype)
 
 
-def attend_rows(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor) -> Tensor:
-    """The attention core: o_BRD for B independent (segment, KV head) pairs."""
-    rows, head_dim = q_BRD.shape[1:]
-    if rows < MIN_ROWS:
-        q_BRD = torch.cat((q_BRD, q_BRD[:, -1:].expand(-1, MIN_ROWS - rows, -1)), dim=1)
-        if mask_BRL.shape[1] > 1:
-            mask_BRL = torch.cat((mask_BRL, mask_BRL[:, -1:].expand(-1, MIN_ROWS - rows, -1)), dim=1)
+def weigh_values(p_BRL: Tensor, values_BLD: Tensor) -> Tensor:
+    """p @ values in blocks of KEY_BLOCK keys from key 0, added in ascending order."""
+    head_dim = values_BLD.shape[2]
     if head_dim < MIN_VALUE_COLUMNS:
         values_BLD = F.pad(values_BLD, (0, MIN_VALUE_COLUMNS - head_dim))
-    p_BRL = probabilities(q_BRD, keys_BDL, mask_BRL)
     out_BRD = torch.bmm(p_BRL[:, :, :KEY_BLOCK], values_BLD[:, :KEY_BLOCK])
     for start in range(KEY_BLOCK, values_BLD.shape[1], KEY_BLOCK):
         stop = start + KEY_BLOCK
         out_BRD = out_BRD + torch.bmm(p_BRL[:, :, start:stop], values_BLD[:, start:stop])
-    return out_BRD[:, :rows, :head_dim]
+    return out_BRD[:, :, :head_dim]
+
+
+def at_least_min_rows(x_BRD: Tensor) -> Tensor:
+    """Repeats the last row up to MIN_ROWS."""
+    missing = MIN_ROWS - x_BRD.shape[1]
+    return x_BRD if missing <= 0 else torch.cat((x_BRD, x_BRD[:, -1:].expand(-1, missing, -1)), dim=1)
+
+
+def attend_rows(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor) -> Tensor:
+    """The attention core: o_BRD for B independent (segment, KV head) pairs. q is scaled, keys are transposed.
+
+    The mask has one row per query, or a single row for all.
+    """
+    rows = q_BRD.shape[1]
+    mask_BRL = mask_BRL if mask_BRL.shape[1] == 1 else at_least_min_rows(mask_BRL)
+    p_BRL = probabilities(torch.bmm(at_least_min_rows(q_BRD), keys_BDL), mask_BRL)
+    return weigh_values(p_BRL, values_BLD)[:, :rows]
 
 
 def _rows_of_kv_heads(q_STHD: Tensor, num_kv_heads: int) -> Tensor:
@@ -214,7 +225,7 @@ class _TreeAttention(torch.autograd.Function):
             flat = seg.queries_ST.reshape(-1)
             grad_BRD = _rows_of_kv_heads(grad[flat].view(S, T, H, D), K)
             out_BRD = _rows_of_kv_heads(out[flat].view(S, T, H, D), K)
-            p_BRL = probabilities(q_BRD, keys_BDL, mask_BRL)
+            p_BRL = probabilities(torch.bmm(q_BRD, keys_BDL), mask_BRL)
             dv_BLD = torch.bmm(p_BRL.transpose(1, 2), grad_BRD)
             dp_BRL = torch.bmm(grad_BRD, values_BLD.transpose(1, 2))
             ds_BRL = p_BRL * (dp_BRL - (grad_BRD * out_BRD).sum(-1, keepdim=True))
@@ -266,16 +277,26 @@ class PagedKV:
         self.keys[layer][:, blocks_N, :, offsets_N] = k_NKD
         self.values[layer][:, blocks_N, offsets_N] = v_NKD.transpose(0, 1)
 
-    def gather(self, layer: int, tables_SJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Transposed keys [S*K, D, J*block] and values [S*K, J*block, D] of the segments' block tables."""
+    def attend(self, layer: int, tables_SJ: Tensor, q_BRD: Tensor, mask_BRL: Tensor) -> Tensor:
+        """`attend_rows` over the blocks of the segments' tables; B = S * K."""
         S, J = tables_SJ.shape
         K, D, size = self.num_kv_heads, self.head_dim, self.block_size
         head_offsets = torch.arange(K).view(1, K, 1) * self.num_blocks
         index = (tables_SJ.unsqueeze(1) + head_offsets).reshape(-1)
-        key_tiles = self.keys[layer].view(K * self.num_blocks, D, size).index_select(0, index)
-        keys_BDL = key_tiles.view(S * K, J, D, size).transpose(1, 2).reshape(S * K, D, J * size)
+        tiles = self.keys[layer].view(K * self.num_blocks, D, size).index_select(0, index)
         values = self.values[layer].view(K * self.num_blocks, size * D).index_select(0, index)
-        return keys_BDL, values.view(S * K, J * size, D)
+        values_BLD = values.view(S * K, J * size, D)
+        if q_BRD.shape[1] > D:
+            keys_BDL = tiles.view(S * K, J, D, size).transpose(1, 2).reshape(S * K, D, J * size)
+            return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL)
+        # Few rows: multiply block by block and reorder the scores, which are smaller than the keys. Same dot products.
+        rows = q_BRD.shape[1]
+        q_BRD = at_least_min_rows(q_BRD)
+        mask_BRL = mask_BRL if mask_BRL.shape[1] == 1 else at_least_min_rows(mask_BRL)
+        repeated = q_BRD.unsqueeze(1).expand(-1, J, -1, -1).reshape(S * K * J, -1, D)
+        scores = torch.bmm(repeated, tiles).view(S * K, J, -1, size)
+        scores_BRL = scores.transpose(1, 2).reshape(S * K, -1, J * size)
+        return weigh_values(probabilities(scores_BRL, mask_BRL), values_BLD)[:, :rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,12 +378,10 @@ def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
         out_N = q_NHD.new_empty(len(q_NHD), H * D)
         for batch in layout.batches:
             S, T = batch.tables_SJ.shape[0], batch.num_queries
-            keys_BDL, values_BLD = kv.gather(layer, batch.tables_SJ)
             q_BRD = _rows_of_kv_heads(q_NHD[batch.rows_N].view(S, T, H, D), K)
             mask_BRL = _row_mask(batch.mask_S1TL.to(q_NHD.dtype), K, H // K)
-            out_N[batch.rows_N] = _heads_of_rows(attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL), S, T).view(
-                S * T, -1
-            )
+            out_BRD = kv.attend(layer, batch.tables_SJ, q_BRD, mask_BRL)
+            out_N[batch.rows_N] = _heads_of_rows(out_BRD, S, T).view(S * T, -1)
         return out_N
 
     return attend

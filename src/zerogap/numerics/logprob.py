@@ -21,7 +21,8 @@ def full_logprobs(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
     logits_MV = logits_MV.float()
     if isinstance(temperature, Tensor):
         divisor_M1 = torch.where(temperature == 0, 1.0, temperature.float()).unsqueeze(-1)
-        logits_MV = logits_MV / divisor_M1
+        if not bool((divisor_M1 == 1).all()):  # x / 1 is x: a pass over all logits saved, no bit changed
+            logits_MV = logits_MV / divisor_M1
     elif temperature not in (0.0, 1.0):
         logits_MV = logits_MV / torch.tensor(temperature, dtype=torch.float32)
     return torch.log_softmax(logits_MV, dim=-1)

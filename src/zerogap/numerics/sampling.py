@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from zerogap.numerics.logprob import full_logprobs
 
 _MASK = (1 << 64) - 1
+_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,18 @@ def _truncate(probs_V: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _invert(weights_BV: Tensor, uniforms: list[float]) -> Tensor:
-    """The first token at which the running sum of weights passes u * total, in fp64."""
-    running_BV = weights_BV.cumsum(-1, dtype=torch.float64)
-    target_B1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(-1) * running_BV[:, -1:]
-    return torch.searchsorted(running_BV, target_B1, right=True).squeeze(-1).clamp_(max=weights_BV.shape[-1] - 1)
+    """The first token at which the running sum of weights passes u * total.
+
+    In two levels, sums of blocks and then one block, so that no running sum over the whole vocabulary is made.
+    """
+    B, V = weights_BV.shape
+    blocks_BJS = F.pad(weights_BV, (0, -V % _BLOCK)).view(B, -1, _BLOCK)
+    running_BJ = blocks_BJS.sum(-1).double().cumsum(-1)
+    target_B1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(-1) * running_BJ[:, -1:]
+    block_B1 = torch.searchsorted(running_BJ, target_B1, right=True).clamp_(max=running_BJ.shape[1] - 1)
+    before_B1 = torch.where(block_B1 > 0, running_BJ.gather(1, (block_B1 - 1).clamp_(min=0)), 0.0)
+    chosen_BS = blocks_BJS[torch.arange(B), block_B1.squeeze(-1)].double()
+    inside_B = torch.searchsorted(chosen_BS.cumsum(-1), target_B1 - before_B1, right=True).squeeze(-1)
+    # Rounding can carry the target past the block's own sum: then its last token with weight is meant.
+    last_B = (chosen_BS > 0).long().mul(torch.arange(_BLOCK)).amax(-1)
+    return block_B1.squeeze(-1) * _BLOCK + torch.minimum(inside_B, last_B)
