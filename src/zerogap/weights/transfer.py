@@ -1,0 +1,64 @@
+"""The only interface of a transfer mode: a sender beside the trainer, a receiver inside the engine.
+
+A mode is one file in `weights/modes` that holds both halves. The order of the calls is `weights/session.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from zerogap.errors import TransferFailed
+from zerogap.weights.bucket import Bucket
+from zerogap.weights.manifest import Manifest
+from zerogap.wire.tensors import BucketHeader, TransferPlan
+
+
+class WeightSender(Protocol):
+    """Trainer side, one per trainer rank."""
+
+    max_bucket_bytes: int
+
+    async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
+        """Compares manifest and numerics fingerprint with the engine before anything moves.
+
+        Raises ManifestMismatch or ParityError. Returns the plan that opens the session at the engine.
+        """
+        ...
+
+    async def send(self, bucket: Bucket) -> dict[str, str]:
+        """Sends one bucket; returns the digest of each tensor once every engine rank has loaded it."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back everything the sender holds outside its process. Safe after any failure, and twice."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """Engine side, one per engine rank: prepare, then receive each bucket, then finish; close whatever happens."""
+
+    def prepare(self, plan: TransferPlan) -> None:
+        """Opens a session. Raises ManifestMismatch, naming names, if the plan is not for this engine's weights."""
+        ...
+
+    def receive(self, header: BucketHeader) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) with digests already checked. A tensor is valid only until the next one is asked for:
+        copy it. Raises TransferFailed or ManifestMismatch, after which the session can only be closed.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Raises TransferFailed that names the weights that never arrived. Call before the engine ends its session."""
+        ...
+
+    @property
+    def failure(self) -> TransferFailed | None:
+        """Why the open or last session cannot end well (a fault, or a sender silent past its deadline), else None."""
+        ...
+
+    def close(self) -> None:
+        """Forgets the session and unmaps what it held. Safe twice."""
+        ...

@@ -1,0 +1,70 @@
+"""The only description of weights in transit: what a refit will send, and what one bucket of it holds. Without torch.
+
+A plan opens a weight-update session; a header announces one bucket. Neither holds weights and neither is ever pickled:
+both are JSON, and every field that the receiver uses to address memory is checked there before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of this in its bucket: no dtype is larger, and a cache line is not shared."""
+
+Count = Annotated[int, Field(ge=0)]
+Dtype = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="torch's name without `torch.`")]
+TransferMode = Literal["ipc"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSpec(_Frozen):
+    """Name, dtype and shape of one tensor: the part of a manifest that both sides must agree on."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[Count, ...]
+
+    def describe(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class TensorEntry(TensorSpec):
+    """One tensor inside a bucket: where its bytes lie and the digest (xxh3-128, hex) that they must have."""
+
+    offset: Count
+    num_bytes: Count
+    digest: str
+
+
+class BucketHeader(_Frozen):
+    """Tensors that travel together in one shared-memory segment. `index` counts the buckets of a session from 0."""
+
+    session_id: str
+    index: Count
+    shm_name: str
+    num_bytes: Count
+    entries: tuple[TensorEntry, ...]
+
+
+class TransferPlan(_Frozen):
+    """What a weight-update session will send; given to the engine with `begin_weight_update`.
+
+    `tensors` are listed by name so that a receiver can say which names differ; `manifest_digest` is their digest.
+    `deadline_seconds` bounds the session: a receiver whose session is older reports it as failed, because its sender
+    is dead or stuck.
+    """
+
+    session_id: str
+    mode: TransferMode
+    manifest_digest: str
+    fingerprint: str | None
+    num_tensors: Count
+    num_bytes: Count
+    max_bucket_bytes: Annotated[int, Field(gt=0)]
+    deadline_seconds: Annotated[float, Field(gt=0)]
+    tensors: tuple[TensorSpec, ...]
