@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """Base of every table of a run file: frozen, and an unknown key is an error."""
+    """Base of every table of a run file: frozen, strict about types, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+
+def _all_or_some(top_k: int) -> int:
+    if top_k == 0:
+        raise ValueError("0 would keep no token; use -1 for all tokens")
+    return top_k
+
+
+BuiltinTask = Literal["max4", "cmp2"]
+BUILTIN_REWARDS = ("exact_integer", "last_number", "math")
 
 
 class RunSettings(Section):
@@ -35,27 +45,37 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    task: Annotated[str | None, Field(description="built-in task (max4, cmp2); or give data.path")] = None
-    path: Annotated[str | None, Field(description="JSONL or Parquet file of prompts; or give data.task")] = None
-    held_out_path: Annotated[str | None, Field(description="prompts for the evaluation, beside data.path")] = None
+    task: Annotated[BuiltinTask | None, Field(description="built-in task; or give data.path")] = None
+    path: Annotated[
+        str | None, Field(min_length=1, description="JSONL or Parquet file of prompts; or give data.task")
+    ] = None
+    held_out_path: Annotated[
+        str | None, Field(min_length=1, description="prompts for the evaluation, beside data.path")
+    ] = None
     prompt_key: Annotated[str, Field(min_length=1, description="column of the prompt: text, or chat messages")] = (
         "prompt"
     )
     label_key: Annotated[str, Field(min_length=1, description="column of the reference answer")] = "label"
-    id_key: Annotated[str | None, Field(description="column of the prompt's id; without it the row number")] = None
+    id_key: Annotated[
+        str | None, Field(min_length=1, description="column of the prompt's id; without it the row number")
+    ] = None
     system_prompt: Annotated[str | None, Field(description="system message before each text prompt")] = None
     prompts_per_step: Annotated[int, Field(gt=0, description="prompt groups in one step")] = 16
-    samples_per_prompt: Annotated[int, Field(ge=1, description="samples in one prompt group")] = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, description="samples in one prompt group")] = 8
     max_prompt_tokens: Annotated[int, Field(gt=0, description="longer prompts are skipped and counted")] = 1024
 
 
 class SamplingSettings(Section):
     temperature: Annotated[float, Field(gt=0, description="divides the logits, in engine and trainer alike")] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, description="keep the smallest set of this mass; 1: all tokens")] = 1.0
-    top_k: Annotated[int, Field(ge=-1, description="keep the k likeliest tokens; -1: all")] = -1
+    top_k: Annotated[
+        int, Field(ge=-1, description="keep the k likeliest tokens; -1: all"), AfterValidator(_all_or_some)
+    ] = -1
     min_p: Annotated[float, Field(ge=0, le=1, description="drop tokens below this share of the likeliest")] = 0.0
     max_new_tokens: Annotated[int, Field(gt=0, description="a response that reaches this is cut")] = 12
-    stop_token_ids: Annotated[tuple[int, ...], Field(description="end a response, beside the model's own EOS")] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field(strict=False, description="end a response, beside the model's own EOS")
+    ] = ()
 
 
 class RewardSettings(Section):
@@ -70,7 +90,7 @@ class RewardSettings(Section):
 
 
 class EngineSettings(Section):
-    urls: Annotated[tuple[str, ...], Field(description="engines that already run; empty: start one")] = ()
+    urls: Annotated[tuple[str, ...], Field(strict=False, description="engines that already run; empty: start one")] = ()
     num_kv_tokens: Annotated[int, Field(ge=256, description="capacity of the KV cache in tokens")] = 16384
     max_running_requests: Annotated[int, Field(gt=0, description="samples decoded together")] = 256
     chunk_size: Annotated[int, Field(ge=16, description="most prompt tokens computed in one engine step")] = 1024
@@ -83,7 +103,8 @@ class EngineSettings(Section):
 class TrainerSettings(Section):
     lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 2e-5
     betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(description="AdamW")
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        Field(strict=False, description="AdamW"),
     ] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0, description="AdamW")] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, description="AdamW")] = 0.0
@@ -128,7 +149,7 @@ class EvalSettings(Section):
 
 class CheckpointSettings(Section):
     every_steps: Annotated[int, Field(ge=0, description="0: at the end only")] = 0
-    resume: Annotated[str | None, Field(description="run folder to go on with")] = None
+    resume: Annotated[str | None, Field(min_length=1, description="run folder to go on with")] = None
 
 
 class PlacementSettings(Section):
