@@ -188,10 +188,10 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, seg: _Segments, heads: tuple[int, i
     H, K, D = heads
     S, T = seg.queries_ST.shape
     L = seg.keys_SL.shape[1]
-    q_BRD = _rows_of_kv_heads(q[seg.queries_ST.reshape(-1)].view(S, T, H, D), K)
+    q_BRD = _rows_of_kv_heads(q.index_select(0, seg.queries_ST.reshape(-1)).view(S, T, H, D), K)
     keys = seg.keys_SL.reshape(-1)
-    keys_BDL = k[keys].view(S, L, K, D).permute(0, 2, 3, 1).contiguous().view(S * K, D, L)
-    values_BLD = v[keys].view(S, L, K, D).transpose(1, 2).contiguous().view(S * K, L, D)
+    keys_BDL = k.index_select(0, keys).view(S, L, K, D).permute(0, 2, 3, 1).contiguous().view(S * K, D, L)
+    values_BLD = v.index_select(0, keys).view(S, L, K, D).transpose(1, 2).contiguous().view(S * K, L, D)
     return q_BRD, keys_BDL, values_BLD, _row_mask(seg.mask_S1TL.to(q.dtype), K, H // K)
 
 
@@ -207,7 +207,7 @@ class _TreeAttention(torch.autograd.Function):
             out_BRD = attend_rows(*_gather(q, k, v, seg, heads))
             S, T = seg.queries_ST.shape
             outs.append(_heads_of_rows(out_BRD, S, T).reshape(S * T, -1))
-        out = torch.cat(outs)[plan.output_slots_N]
+        out = torch.cat(outs).index_select(0, plan.output_slots_N)
         ctx.save_for_backward(q, k, v, out)
         ctx.plan, ctx.scale, ctx.heads = plan, scale, heads
         return out
@@ -223,8 +223,8 @@ class _TreeAttention(torch.autograd.Function):
             S, T = seg.queries_ST.shape
             q_BRD, keys_BDL, values_BLD, mask_BRL = _gather(q, k, v, seg, (H, K, D))
             flat = seg.queries_ST.reshape(-1)
-            grad_BRD = _rows_of_kv_heads(grad[flat].view(S, T, H, D), K)
-            out_BRD = _rows_of_kv_heads(out[flat].view(S, T, H, D), K)
+            grad_BRD = _rows_of_kv_heads(grad.index_select(0, flat).view(S, T, H, D), K)
+            out_BRD = _rows_of_kv_heads(out.index_select(0, flat).view(S, T, H, D), K)
             p_BRL = probabilities(torch.bmm(q_BRD, keys_BDL), mask_BRL)
             dv_BLD = torch.bmm(p_BRL.transpose(1, 2), grad_BRD)
             dp_BRL = torch.bmm(grad_BRD, values_BLD.transpose(1, 2))
@@ -234,8 +234,8 @@ class _TreeAttention(torch.autograd.Function):
             dqs.append(_heads_of_rows(dq_BRD, S, T).reshape(S * T, -1))
             for total, part_BLD in ((dk, dk_BLD), (dv, dv_BLD)):
                 part = part_BLD.view(S, K, -1, D).transpose(1, 2).reshape(-1, K * D)
-                total.index_add_(0, seg.key_tokens, part[seg.key_slots])
-        dq = torch.cat(dqs)[plan.output_slots_N] * ctx.scale
+                total.index_add_(0, seg.key_tokens, part.index_select(0, seg.key_slots))
+        dq = torch.cat(dqs).index_select(0, plan.output_slots_N) * ctx.scale
         N = plan.num_tokens
         return dq.view(N, H, D), dk[:N].view(N, K, D), dv[:N].view(N, K, D), None, None
 
@@ -378,7 +378,7 @@ def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
         out_N = q_NHD.new_empty(len(q_NHD), H * D)
         for batch in layout.batches:
             S, T = batch.tables_SJ.shape[0], batch.num_queries
-            q_BRD = _rows_of_kv_heads(q_NHD[batch.rows_N].view(S, T, H, D), K)
+            q_BRD = _rows_of_kv_heads(q_NHD.index_select(0, batch.rows_N).view(S, T, H, D), K)
             mask_BRL = _row_mask(batch.mask_S1TL.to(q_NHD.dtype), K, H // K)
             out_BRD = kv.attend(layer, batch.tables_SJ, q_BRD, mask_BRL)
             out_N[batch.rows_N] = _heads_of_rows(out_BRD, S, T).view(S * T, -1)
