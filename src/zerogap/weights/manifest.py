@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +83,7 @@ class Manifest:
     def from_specs(cls, specs: Iterable[TensorSpec]) -> Manifest:
         """Raises ManifestMismatch if a name is given twice."""
         ordered = tuple(sorted(specs, key=lambda spec: spec.name))
-        twice = [a.name for a, b in zip(ordered, ordered[1:], strict=False) if a.name == b.name]
+        twice = [a.name for a, b in itertools.pairwise(ordered) if a.name == b.name]
         if twice:
             raise ManifestMismatch(
                 f"listed twice: {name_some(twice)}", remedy="every name may appear once; check the sender's tensor list"

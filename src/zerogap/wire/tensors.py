@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this in its bucket: no dtype is larger, and a cache line is not shared."""
 
+SEGMENT_PREFIX = "zerogap-"
+"""Of every shared-memory name we make; a receiver opens no other."""
+
 Count = Annotated[int, Field(ge=0)]
 Dtype = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="torch's name without `torch.`")]
 TransferMode = Literal["ipc"]
@@ -46,7 +49,7 @@ class BucketHeader(_Frozen):
 
     session_id: str
     index: Count
-    shm_name: str
+    shm_name: Annotated[str, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")]
     num_bytes: Count
     entries: tuple[TensorEntry, ...]
 
