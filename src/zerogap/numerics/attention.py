@@ -268,10 +268,18 @@ class PagedKV:
         shape = (num_layers, num_kv_heads, num_blocks)
         self.keys = allocate((*shape, head_dim, block_size), dtype=dtype)
         self.values = allocate((*shape, block_size, head_dim), dtype=dtype)
+        self._scratch = torch.empty((2, 0, 0), dtype=dtype)
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    def _scratch_for(self, num_tiles: int) -> Tensor:
+        """Two buffers for gathered tiles, reused by every layer and step: fresh pages would cost more than the copy."""
+        if self._scratch.shape[1] < num_tiles:
+            shape = (2, num_tiles, self.block_size * self.head_dim)
+            self._scratch = torch.empty(shape, dtype=self.keys.dtype)
+        return self._scratch[:, :num_tiles]
 
     def write(self, layer: int, blocks_N: Tensor, offsets_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
         self.keys[layer][:, blocks_N, :, offsets_N] = k_NKD
@@ -283,9 +291,10 @@ class PagedKV:
         K, D, size = self.num_kv_heads, self.head_dim, self.block_size
         head_offsets = torch.arange(K).view(1, K, 1) * self.num_blocks
         index = (tables_SJ.unsqueeze(1) + head_offsets).reshape(-1)
-        tiles = self.keys[layer].view(K * self.num_blocks, D, size).index_select(0, index)
-        values = self.values[layer].view(K * self.num_blocks, size * D).index_select(0, index)
-        values_BLD = values.view(S * K, J * size, D)
+        keys, values = self._scratch_for(len(index))
+        torch.index_select(self.keys[layer].view(K * self.num_blocks, -1), 0, index, out=keys)
+        torch.index_select(self.values[layer].view(K * self.num_blocks, -1), 0, index, out=values)
+        tiles, values_BLD = keys.view(-1, D, size), values.view(S * K, J * size, D)
         if q_BRD.shape[1] > D:
             keys_BDL = tiles.view(S * K, J, D, size).transpose(1, 2).reshape(S * K, D, J * size)
             return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL)
@@ -324,7 +333,7 @@ class PagedLayout:
         starts: Sequence[int],
         num_new: Sequence[int],
         block_size: int,
-        max_gathered_keys: int = 16384,
+        max_gathered_keys: int = 2048,
     ) -> PagedLayout:
         """Flat token order is segment by segment. Segments with equal `num_new` attend together, longest last, in
         batches whose padded keys stay below `max_gathered_keys` so that the gathered copy stays in the cache."""
