@@ -61,7 +61,7 @@ def test_every_parameter_byte_has_exactly_one_name(name):
     views = decoder.hf_tensors()
     assert ("lm_head.weight" in views) == (not CONFIGS[name].tie_word_embeddings)
     spans = sorted((v.data_ptr(), v.data_ptr() + v.nbytes) for v in views.values())
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert sum(v.nbytes for v in views.values()) == sum(p.nbytes for p in decoder.parameters())
 
 
