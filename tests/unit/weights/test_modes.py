@@ -1,0 +1,292 @@
+"""What every transfer mode promises, one suite for all: bytes out equal bytes in, each name once, errors that name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine_double import EngineDouble, flip_one_byte, odd_tensors
+from support.tiny import TINY, TINY_QWEN2, TINY_UNTIED, tiny_decoder
+
+from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
+from zerogap.weights.bucket import Bucket, buckets
+from zerogap.weights.manifest import Manifest, tensor_bytes
+from zerogap.weights.modes.ipc import IpcReceiver, IpcSender
+from zerogap.weights.session import refit
+from zerogap.wire.tensors import BucketHeader, TransferPlan
+
+MODES = {"ipc": (IpcSender, IpcReceiver)}
+DEADLINE = 30.0
+
+
+@pytest.fixture(params=sorted(MODES))
+def mode(request) -> Any:
+    return MODES[request.param]
+
+
+def make(mode, weights, **options) -> tuple[EngineDouble, Any]:
+    sender, receiver = mode
+    engine = EngineDouble(weights, make_receiver=receiver)
+    return engine, sender(engine, **{"fingerprint": "probe-1", "max_bucket_bytes": 256, **options})
+
+
+def same_bits(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor_bytes(a[k]), tensor_bytes(b[k])) for k in a)
+
+
+@pytest.mark.parametrize("max_bucket_bytes", [1, 100, 1 << 20])
+async def test_bytes_out_equal_bytes_in_for_every_kind_of_tensor(mode, max_bucket_bytes):
+    engine, sender = make(mode, odd_tensors(seed=1), max_bucket_bytes=max_bucket_bytes)
+    sent = odd_tensors(seed=2)
+    assert not same_bits(engine.weights, sent)
+    report = await refit(engine, sender, sent, 1, deadline_seconds=DEADLINE, pause="abort")
+    assert same_bits(engine.weights, sent)
+    assert (report.num_tensors, report.num_bytes) == (len(sent), sum(t.nbytes for t in sent.values()))
+    assert report.num_buckets == len(list(buckets(sent, max_bucket_bytes)))
+
+
+async def test_twenty_refits_in_a_row_work_and_leave_nothing_behind(mode):
+    before = shared_names()
+    engine, sender = make(mode, odd_tensors())
+    for version in range(1, 21):
+        await refit(engine, sender, odd_tensors(version), version, deadline_seconds=DEADLINE, pause="retract")
+        assert same_bits(engine.weights, odd_tensors(version))
+    assert shared_names() == before
+    assert mapped_segments() == {}
+
+
+async def test_a_refit_maps_at_most_two_buckets(mode):
+    """Also when a tensor is larger than the bound and the shared memory has to grow."""
+    bound = 128 << 10
+    tensors = {f"t{i}": torch.full((16 << 10,), float(i)) for i in range(16)}
+    tensors["large"] = torch.zeros(64 << 10)
+    engine, sender = make(mode, tensors, max_bucket_bytes=bound)
+    seen: list[dict[str, int]] = []
+    engine.on_tensor = lambda _: seen.append(mapped_segments())
+    await refit(engine, sender, tensors, 1, deadline_seconds=DEADLINE, pause="abort")
+    assert len(seen) == len(tensors)
+    assert all(sizes and sum(sizes.values()) <= 2 * bound for sizes in seen)
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_UNTIED, TINY_QWEN2], ids=["tied", "untied", "biases"])
+async def test_a_refit_moves_one_embedding_row_and_the_head_only_if_tied(mode, config):
+    """C1: add 1 to embedding row 5 in the trainer; C25: through fused parameters."""
+    served, trained = tiny_decoder(config), tiny_decoder(config)
+    engine, sender = make(mode, served.hf_tensors(), max_bucket_bytes=4096)
+    engine.weights = served.hf_tensors()  # the real, fused parameters
+    with torch.no_grad():
+        trained.embedding[5] += 1
+    hidden = torch.ones(1, config.hidden_size)
+    before = served.logits(hidden)
+    await refit(engine, sender, trained.hf_tensors(), 1, deadline_seconds=DEADLINE, pause="abort")
+    assert torch.equal(served.logits(hidden), trained.logits(hidden))
+    assert torch.equal(served.logits(hidden), before) == (not config.tie_word_embeddings)
+    assert torch.equal(served.embedding, trained.embedding)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("plain"), "plain"),
+        (lambda t: t.update(extra=torch.zeros(1)), "extra"),
+        (lambda t: t.update(renamed=t.pop("plain")), "renamed"),
+        (lambda t: t.update(plain=t["plain"].t()), "plain"),
+        (lambda t: t.update(plain=t["plain"].bfloat16()), "plain"),
+        (lambda t: t.update(scalar=t["scalar"].view(1)), "scalar"),
+        (lambda t: t.update(empty=torch.empty(8, 0)), "empty"),
+    ],
+    ids=["missing", "extra", "renamed", "transposed", "dtype", "scalar", "empty"],
+)
+async def test_another_set_of_weights_is_refused_by_name_before_anything_moves(mode, change, named):
+    engine, sender = make(mode, odd_tensors())
+    sent = odd_tensors(1)
+    change(sent)
+    with pytest.raises(ManifestMismatch, match=rf"\b{named}\b"):
+        await refit(engine, sender, sent, 1, deadline_seconds=DEADLINE, pause="abort")
+    assert engine.calls == ["server_info", "weights_checker:manifest"]
+    assert same_bits(engine.weights, odd_tensors())
+    await engine.generate()  # untouched: it still serves
+
+
+async def test_another_fingerprint_is_a_parity_error_unless_no_parity_is_claimed(mode):
+    engine, sender = make(mode, odd_tensors(), fingerprint="probe-2")
+    with pytest.raises(ParityError, match=r"engine probe-1, trainer probe-2"):
+        await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
+    assert engine.calls == ["server_info"]
+    engine, sender = make(mode, odd_tensors(), fingerprint=None)
+    await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
+    assert same_bits(engine.weights, odd_tensors(1))
+
+
+class _Altering(EngineDouble):
+    """Lets a test change a header between sender and receiver."""
+
+    alter: Any = staticmethod(lambda header: header)
+
+    async def update_weights_from_tensor(self, header: BucketHeader) -> None:
+        await super().update_weights_from_tensor(self.alter(header))
+
+
+def entry_changed(header: BucketHeader, position: int, **values) -> BucketHeader:
+    entries = list(header.entries)
+    entries[position] = entries[position].model_copy(update=values)
+    return header.model_copy(update={"entries": tuple(entries)})
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda h: entry_changed(h, 0, name="ghost"), "ghost"),
+        (lambda h: entry_changed(h, 0, shape=(8, 16)), "plain arrived as"),
+        (lambda h: entry_changed(h, 0, dtype="int32"), "plain arrived as"),
+        (lambda h: entry_changed(h, 0, digest="0" * 32), "plain arrived changed"),
+        (lambda h: entry_changed(h, 0, offset=3), "plain: 512 bytes at offset 3"),
+        (lambda h: entry_changed(h, 0, offset=1 << 40), "plain: 512 bytes at offset"),
+        (lambda h: entry_changed(h, 0, num_bytes=4), "plain: 4 bytes"),
+        (lambda h: h.model_copy(update={"entries": h.entries + h.entries[:1]}), "plain arrived twice"),
+        (lambda h: h.model_copy(update={"entries": h.entries[1:]}), "never arrived: plain"),
+        (lambda h: h.model_copy(update={"index": 7}), "got bucket 7 where 0 was due"),
+        (lambda h: h.model_copy(update={"session_id": "other"}), "of session other"),
+        (lambda h: h.model_copy(update={"num_bytes": 1 << 40}), "claims"),
+        (lambda h: h.model_copy(update={"shm_name": "zerogap-1-1-1-gone"}), "cannot map segment"),
+    ],
+)
+async def test_a_header_that_does_not_follow_the_plan_fails_the_session_and_the_next_refit_heals_it(alter, message):
+    engine = _Altering(odd_tensors())
+    engine.alter = alter
+    sender = IpcSender(engine, fingerprint=None)
+    with pytest.raises(TransferFailed, match=message):
+        await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
+    assert engine.state == "failed" and engine.receiver.failure is not None
+    assert message.split(":")[-1].strip() in engine.receiver.failure.what
+    engine.alter = lambda header: header
+    await refit(engine, sender, odd_tensors(2), 2, deadline_seconds=DEADLINE)
+    assert engine.receiver.failure is None and same_bits(engine.weights, odd_tensors(2))
+
+
+async def test_a_byte_flipped_in_transit_is_found_on_arrival_and_named():
+    """C24: before it is copied into the engine."""
+    engine = EngineDouble(odd_tensors())
+
+    class Flipping(IpcSender):
+        async def send(self, bucket: Bucket) -> dict[str, str]:
+            original = engine.update_weights_from_tensor
+
+            async def flip_first(header: BucketHeader) -> None:
+                entry = next(e for e in header.entries if e.name == "strided")
+                flip_in_shared_memory(header.shm_name, entry.offset + 5)
+                await original(header)
+
+            engine.update_weights_from_tensor = flip_first  # type: ignore[method-assign]
+            return await super().send(bucket)
+
+    before = engine.weights["strided"].clone()
+    with pytest.raises(TransferFailed, match="strided arrived changed") as caught:
+        await refit(engine, Flipping(engine, fingerprint=None), odd_tensors(1), 1, deadline_seconds=5, pause="abort")
+    assert caught.value.details == {"name": "strided"}
+    assert torch.equal(engine.weights["strided"], before)
+
+
+async def test_a_receiver_whose_sender_is_silent_past_the_deadline_says_so():
+    engine = EngineDouble(odd_tensors())
+    sender = IpcSender(engine, fingerprint=None)
+    plan = await sender.connect(engine.manifest, deadline_seconds=0.05)
+    engine.receiver.prepare(plan)
+    assert engine.receiver.failure is None
+    await asyncio.sleep(0.1)
+    assert engine.receiver.failure is not None
+    assert "0 of 14 weights arrived" in engine.receiver.failure.what
+    with pytest.raises(TransferFailed, match="past its deadline"):
+        engine.receiver.finish()
+
+
+async def test_a_bucket_that_the_engine_gave_up_half_way_cannot_be_ended_well():
+    engine = EngineDouble(odd_tensors())
+    sender = IpcSender(engine, fingerprint=None)
+    engine.receiver.prepare(await sender.connect(engine.manifest, deadline_seconds=DEADLINE))
+
+    async def take_one(header: BucketHeader) -> None:
+        arriving = engine.receiver.receive(header)
+        next(arriving)
+        arriving.close()
+
+    engine.update_weights_from_tensor = take_one  # type: ignore[method-assign]
+    await sender.send(next(iter(buckets(odd_tensors(1), 1 << 20))))
+    await sender.close()
+    with pytest.raises(TransferFailed, match="not loaded to its end"):
+        engine.receiver.finish()
+
+
+def test_a_receiver_without_a_session_refuses_buckets_and_an_end():
+    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    header = BucketHeader(session_id="a", index=0, shm_name="zerogap-1", num_bytes=0, entries=())
+    with pytest.raises(TransferFailed, match="no weight-update session is open"):
+        list(receiver.receive(header))
+    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    with pytest.raises(TransferFailed, match="no weight-update session is open"):
+        receiver.finish()
+    receiver.close()
+    receiver.close()
+
+
+def test_a_receiver_refuses_a_plan_for_other_weights_by_itself():
+    """The sender compares digests first; the engine does not rely on that."""
+    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    other = Manifest.of({"plain": torch.zeros(16, 8)})
+    plan = TransferPlan(
+        session_id="a",
+        mode="ipc",
+        manifest_digest=receiver._manifest.digest,
+        fingerprint=None,
+        num_tensors=1,
+        num_bytes=512,
+        max_bucket_bytes=512,
+        deadline_seconds=1,
+        tensors=other.specs,
+    )
+    with pytest.raises(ManifestMismatch, match="bfloat16"):
+        receiver.prepare(plan)
+
+
+async def test_a_sender_that_finds_no_room_says_how_much_it_wanted(monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    before = shared_names()
+    engine = EngineDouble(odd_tensors())
+    with pytest.raises(TransferFailed, match="No space left on device") as caught:
+        await refit(engine, IpcSender(engine, fingerprint=None), odd_tensors(), 1, deadline_seconds=5, pause="abort")
+    assert "--shm-size" in caught.value.remedy
+    assert shared_names() == before
+
+
+def flip_in_shared_memory(name: str, position: int) -> None:
+    with (Path("/dev/shm") / name).open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def shared_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("zerogap-*")}
+
+
+def mapped_segments() -> dict[str, int]:
+    """Segment -> bytes, of those that this process maps now."""
+    sizes: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/dev/shm/zerogap-" in line:
+            start, end = line.split()[0].split("-")
+            sizes[line.split()[5]] = int(end, 16) - int(start, 16)
+    return sizes
+
+
+def test_flipping_a_byte_changes_it():
+    tensor = torch.zeros(2)
+    flip_one_byte(tensor)
+    assert not torch.equal(tensor, torch.zeros(2))
