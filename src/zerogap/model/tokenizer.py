@@ -97,7 +97,7 @@ class Tokenizer:
         values: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             roles = [message.get("role") for message in messages]
             raise DataError(
                 f"the chat template refused messages with roles {roles}: {error}",
