@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -29,8 +29,10 @@ from zerogap.errors import ProtocolMismatch, TransferFailed, ZerogapError
 from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, differing_names, name_some
 from zerogap.weights.transfer import WeightSender
-from zerogap.wire.api import RolloutEngine
 from zerogap.wire.tensors import TransferPlan
+
+if TYPE_CHECKING:
+    from zerogap.wire.api import RolloutEngine
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

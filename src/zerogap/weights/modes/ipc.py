@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -24,8 +25,10 @@ from torch import Tensor
 from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
 from zerogap.weights.bucket import Bucket
 from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, name_some, spec_bytes, tensor_digest
-from zerogap.wire.api import RolloutEngine
 from zerogap.wire.tensors import ALIGNMENT_BYTES, SEGMENT_PREFIX, BucketHeader, TensorEntry, TensorSpec, TransferPlan
+
+if TYPE_CHECKING:
+    from zerogap.wire.api import RolloutEngine
 
 DEFAULT_MAX_BUCKET_BYTES = 256 << 20
 _SEGMENTS = Path("/dev/shm")  # where shm_open(3) keeps its names on Linux, see shm_overview(7)
