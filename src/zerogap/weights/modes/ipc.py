@@ -18,7 +18,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -297,9 +296,10 @@ def _process_tag(pid: int) -> str:
     """PID namespace, pid and start time: a name that no later process, and no other container's, shares."""
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     try:
-        started = int(psutil.Process(pid).create_time() * 100)
-    except psutil.Error:
-        started = 0
+        # proc(5): field 22, in ticks since boot, which unlike a time of day is never corrected. Field 2 may hold spaces.
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = "gone"
     return f"{namespace}-{pid}-{started}"
 
 
