@@ -296,7 +296,7 @@ def _process_tag(pid: int) -> str:
     """PID namespace, pid and start time: a name that no later process, and no other container's, shares."""
     namespace = Path("/proc/self/ns/pid").stat().st_ino
     try:
-        # proc(5): field 22, in ticks since boot, which unlike a time of day is never corrected. Field 2 may hold spaces.
+        # proc(5), field 22: ticks since boot, never corrected as a time of day is. Field 2 may hold spaces.
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         started = "gone"
