@@ -1,7 +1,7 @@
 """The only place that starts and ends grading processes: a pool of workers with a hard time limit.
 
-A worker (`worker.py`) is a fresh interpreter, never a fork. One that passes the limit is killed and replaced, so one bad
-answer costs its own time and nothing else.
+A worker (`worker.py`) is a fresh interpreter, never a fork. One that passes the limit is killed and replaced, so one
+bad answer costs its own time and nothing else.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerogap.rollout.rewards.reward import Verdict, verdict_of
 from zerogap.rollout.rewards.pool import WorkerPool
+from zerogap.rollout.rewards.reward import Verdict, verdict_of
 from zerogap.types import Prompt
 
 _GRADER_BYTES = 4 << 30
