@@ -1,24 +1,24 @@
 """The whole exception tree. Every error says what happened and what to do next; it crosses HTTP and returns as itself.
 
-    ZerogapError
-    ├── ConfigError              the request or the run file is wrong; nothing was started or changed
-    ├── WireError
-    │   ├── EngineUnreachable    no answer: dead process, closed port, deadline passed
-    │   ├── EngineRejected       the engine answered with an error that has no class of its own here
-    │   └── ProtocolMismatch     the answer is not in the dialect we speak
-    ├── EngineStateError         a legal call in the wrong state (HTTP 409); carries the calls that are legal now
-    ├── MemoryReleaseError       a release that did not free what it claimed, or a resume that found no room
-    ├── RefitError
-    │   ├── ManifestMismatch     the two sides do not hold the same set of tensors
-    │   ├── TransferFailed       bytes did not arrive, or arrived changed
-    │   └── StaleWeights         generation asked from weights that were released or never completed
-    ├── RolloutError
-    │   ├── DataError            a prompt file or row is unusable
-    │   └── RewardError          a reward function crashed, timed out or returned no number
-    ├── ParityError              engine and trainer disagree where the contract says they cannot
-    └── TrainingError
-        ├── NonFiniteLoss
-        └── CheckpointError
+ZerogapError
+├── ConfigError              the request or the run file is wrong; nothing was started or changed
+├── WireError
+│   ├── EngineUnreachable    no answer: dead process, closed port, deadline passed
+│   ├── EngineRejected       the engine answered with an error that has no class of its own here
+│   └── ProtocolMismatch     the answer is not in the dialect we speak
+├── EngineStateError         a legal call in the wrong state (HTTP 409); carries the calls that are legal now
+├── MemoryReleaseError       a release that did not free what it claimed, or a resume that found no room
+├── RefitError
+│   ├── ManifestMismatch     the two sides do not hold the same set of tensors
+│   ├── TransferFailed       bytes did not arrive, or arrived changed
+│   └── StaleWeights         generation asked from weights that were released or never completed
+├── RolloutError
+│   ├── DataError            a prompt file or row is unusable
+│   └── RewardError          a reward function crashed, timed out or returned no number
+├── ParityError              engine and trainer disagree where the contract says they cannot
+└── TrainingError
+    ├── NonFiniteLoss
+    └── CheckpointError
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from zerogap.errors import RolloutError
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a response ended. Values are SGLang's `finish_reason.type`."""
 
     STOP = "stop"
@@ -74,7 +74,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """All samples of one prompt in one step. `raw_reward` is the task's own; `reward` adds shaping and is trained on."""
+    """All samples of one prompt in one step. `raw_reward` is the task's; `reward` adds shaping and is trained on."""
 
     group_id: str
     prompt: Prompt

@@ -1,0 +1,9 @@
+.PHONY: test check
+
+test:
+	scripts/setup
+	scripts/test
+
+check:
+	scripts/setup
+	scripts/check
