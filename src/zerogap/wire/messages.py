@@ -1,0 +1,249 @@
+"""The only place for the request bodies of the wire: their fields, types, bounds and defaults, which are SGLang's.
+
+Keys that a route does not know are ignored, as SGLang does, unless they look like a misspelt one; unknown keys inside
+`sampling_params` are refused. Replies are not here: they are built without validation, because they grow per token.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from zerogap.wire.tensors import BucketHeader, TransferPlan
+
+INT64_MAX = 2**63 - 1
+MAX_STOPS = 32
+MAX_SAMPLES_PER_PROMPT = 4096
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+
+PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+CheckerAction = Literal["checksum", "manifest", "snapshot", "reset_tensors", "compare"]
+TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+
+
+class Body(BaseModel):
+    """Base of every request body. JSON types are not converted: `1.0` is no integer and `1` is no boolean."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misspelt_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = [*cls.model_fields, *IGNORED_KEYS]
+        for key in data:
+            if key in known or not isinstance(key, str):
+                continue
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if near:
+                raise ValueError(f"unknown field `{key}`, did you mean `{near[0]}`?")
+        return data
+
+
+IGNORED_KEYS = ("http_worker_ipc", "rid", "rids")
+"""Known to every SGLang body and without meaning here, so never a misspelling of something else."""
+
+
+def _all_or_some(top_k: int) -> int:
+    if top_k == 0:
+        raise ValueError("0 would keep no token; use -1 for all tokens")
+    return top_k
+
+
+def _few(stops: str | list[str]) -> str | list[str]:
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise ValueError(f"{len(stops)} stop strings; at most {MAX_STOPS}")
+    return stops
+
+
+class SamplingBody(BaseModel):
+    """SGLang's `sampling_params`. An explicit null means the default, but `max_new_tokens: null` means no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_new_tokens: Annotated[int, Field(ge=0)] | None = 128
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, strict=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(_all_or_some)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    stop: Annotated[str | list[str], AfterValidator(_few)] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_PROMPT)] = 1
+    sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    stream_interval: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {k: v for k, v in data.items() if v is not None or k == "max_new_tokens"}
+        for key, value in kept.items():
+            if key in cls.model_fields or value in UNSUPPORTED_SAMPLING.get(key, ()):
+                continue
+            if key in UNSUPPORTED_SAMPLING:
+                raise ValueError(f"`{key}` is not supported by this engine yet")
+            raise ValueError(f"unknown field `{key}`, expected one of {', '.join(cls.model_fields)}")
+        return {k: v for k, v in kept.items() if k in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _minimum_below_maximum(self) -> SamplingBody:
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings; an empty one would end every response at once and is dropped."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
+        return tuple(s for s in given if s)
+
+
+UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "stop_regex": ("", []),
+    "beam_width": (1,),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+    "watermark": (),
+}
+"""SGLang's parameters that this engine cannot honour -> the values that ask for nothing and are accepted."""
+
+
+class GenerateBody(Body):
+    """`/generate`: one prompt or a batch, as text or token ids; lists elsewhere give one entry per prompt."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: Annotated[int, Field(ge=-1)] | list[Annotated[int, Field(ge=-1)]] = -1
+    top_logprobs_num: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0
+    token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    max_wait_seconds: Annotated[float, Field(gt=0, strict=False)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for key in UNSUPPORTED_GENERATE:
+            if data.get(key):
+                raise ValueError(f"`{key}` is not supported by this engine yet")
+        return {k: v for k, v in data.items() if v is not None}
+
+
+UNSUPPORTED_GENERATE = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_sampling_mask",
+    "return_entropy",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+    "return_flat_raw_top_logprobs_b64",
+    "session_params",
+)
+"""SGLang's fields that change the answer and that this engine cannot honour; null, false and empty are accepted.
+
+`extra_key` and `cache_salt` are ignored: they keep stale cache entries apart, which this engine's cache cannot hold."""
+
+
+class EmptyBody(Body): ...
+
+
+class AbortBody(Body):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(Body):
+    mode: PauseMode = "abort"
+
+
+class ContinueBody(Body):
+    torch_empty_cache: bool = True
+
+
+class FlushQuery(Body):
+    timeout: Annotated[float, Field(ge=0, strict=False)] = 0.0
+
+
+class MemoryBody(Body):
+    """`tags` null or empty: every tag to which the call applies now."""
+
+    tags: list[MemoryTag] | None = None
+
+
+class BeginUpdateBody(Body):
+    """`plan` is ours: what the session will send. Without it only `/update_weights_from_disk` can fill the session."""
+
+    selector: Literal["all", "target", "draft"] = "all"
+    plan: Annotated[TransferPlan | None, Field(strict=False)] = None
+
+
+class UpdateFromTensorBody(Body):
+    """`bucket` is ours. SGLang's pickled `serialized_named_tensors` are refused: unpickling executes code."""
+
+    bucket: Annotated[BucketHeader | None, Field(strict=False)] = None
+    serialized_named_tensors: list[str] | None = None
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Literal["all", "target", "draft"] = "all"
+    torch_empty_cache: bool = False
+
+
+class UpdateFromDiskBody(Body):
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+
+
+class UpdateVersionBody(Body):
+    """`abort_all_requests` is false here and true in SGLang: a new label is no reason to lose responses."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class GetWeightsBody(Body):
+    name: str
+    truncate_size: Annotated[int, Field(ge=0)] = 100
+
+
+class CheckerBody(Body):
+    action: CheckerAction = "checksum"
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] | None = None
+    selector: Literal["all", "target", "draft"] = "all"
