@@ -119,7 +119,6 @@ class _Draft:
 
     def validated(self) -> RunConfig:
         """The run. Options with faults of their own fall back to defaults, so that the rules can judge the rest."""
-        given = [key for key, origin in self.origins.items() if origin != DEFAULT]
         invalid: set[str] = set()
         try:
             config = RunConfig.model_validate(self.values)
@@ -130,10 +129,16 @@ class _Draft:
                 self.values[section].pop(name, None)
                 self.faults.append(self._explain(f"{section}.{name}", fault))
             config = RunConfig.model_validate(self.values)
+        given = [key for key in self.known if self._value(config, key) != self.known[key].default]
         for options_read, message in broken_rules(config, given, invalid):
             named = ", ".join(f"{key}: {self.origins[key]}" for key in options_read if key in given)
             self.faults.append(f"{message} ({named or 'all are defaults'})")
         return config
+
+    @staticmethod
+    def _value(config: RunConfig, key: str) -> Any:
+        section, name = key.split(".", 1)
+        return getattr(getattr(config, section), name)
 
     def _explain(self, key: str, fault: Any) -> str:
         expected = str(fault.get("ctx", {}).get("expected", ""))

@@ -1,6 +1,7 @@
 """The only place for rules that join options, each with its remedy. Bounds of one option stand in `schema`.
 
 An option that would have no effect is a fault that names both options: the one without effect and the one that decides.
+It is one only with another value than its default, so that the resolved run that a run writes down can be run again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ENGINE_START = ("num_kv_tokens", "max_running_requests", "chunk_size", "threads
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`check` gets the run and the names that the user gave, and says what is wrong and what to do, or None."""
+    """`check` gets the run and the names of what is not default, and says what is wrong and what to do, or None."""
 
     options: tuple[str, ...]
     check: Check

@@ -130,8 +130,12 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a run reads: the training stream and the held-out prompts (none when there is no evaluation)."""
+    """What a run reads: the training stream and the held-out prompts (none when there is no evaluation).
 
+    `name` is the task's, or the prompt file's without its suffix.
+    """
+
+    name: str
     train: PromptSource
     held_out: Draw
 
@@ -154,8 +158,8 @@ def open_data(
             source, tokenizer, max_prompt_tokens=settings.max_prompt_tokens, system_prompt=settings.system_prompt
         )
 
-    held_out = renderer(f"{name}-held-out").render_all(held_out_rows)
-    return Data(PromptSource(train_rows, renderer(name), seed=seed), held_out)
+    held_out = renderer(f"{name}.held_out").render_all(held_out_rows)
+    return Data(name, PromptSource(train_rows, renderer(name), seed=seed), held_out)
 
 
 def _rows(settings: DataSettings, num_held_out: int) -> tuple[str, list[Row], list[Row]]:

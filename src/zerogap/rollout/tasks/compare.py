@@ -54,12 +54,12 @@ def _draw(name: str, part: str, count: int, one_in: int) -> Iterator[tuple[int, 
 
 
 def _task(name: str, count: int, text: Callable[[Sequence[int]], str], held_out_one_in: int) -> Task:
-    def row(part: str, index: int, numbers: Sequence[int]) -> Row:
-        return Row(f"{part}-{index}", text(numbers), str(max(numbers)), (_tag(numbers),))
+    def row(index: int, numbers: Sequence[int]) -> Row:
+        return Row(str(index), text(numbers), str(max(numbers)), (_tag(numbers),))
 
     def train() -> list[Row]:
         drawn = itertools.islice(_draw(name, "train", count, held_out_one_in), _NUM_TRAIN)
-        return [row("train", i, numbers) for i, numbers in enumerate(drawn)]
+        return [row(i, numbers) for i, numbers in enumerate(drawn)]
 
     def held_out(num_prompts: int) -> list[Row]:
         halves: dict[str, list[tuple[int, ...]]] = {TIED: [], TENS_DECIDE: []}
@@ -77,7 +77,7 @@ def _task(name: str, count: int, text: Callable[[Sequence[int]], str], held_out_
             )
         pairs = itertools.zip_longest(halves[TENS_DECIDE], halves[TIED])
         mixed = [numbers for pair in pairs for numbers in pair if numbers is not None]
-        return [row("held_out", i, numbers) for i, numbers in enumerate(mixed)]
+        return [row(i, numbers) for i, numbers in enumerate(mixed)]
 
     return Task(name, train, held_out)
 
