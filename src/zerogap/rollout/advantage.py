@@ -1,8 +1,8 @@
 """The only place that turns the rewards of a prompt group into advantages.
 
 Zero-spread rule: spread is judged on the rewards themselves, by equality, before any arithmetic. A group whose rewards
-are all equal gets advantages of exactly 0.0, so no rounding residue can be divided by an almost-zero deviation. A sample
-without a reward (its grader failed) gets None and moves neither the mean nor the deviation.
+are all equal gets advantages of exactly 0.0, so no rounding residue is ever divided by an almost-zero deviation. A
+sample without a reward (its grader failed) gets None and moves neither the mean nor the deviation.
 """
 
 from __future__ import annotations
