@@ -1,7 +1,7 @@
 """The only place that turns prompts into scored groups through an engine: token ids in, token ids out.
 
 One generate call per prompt group (small groups share one), all at once; a group's samples go to the reward when its
-call returns, while other groups still generate. Nothing is re-tokenised: the ids that the engine sampled are trained on.
+call returns, while other groups still generate. Nothing is re-tokenised: what is trained on is what was sampled.
 
 A sample's seed is the first 8 bytes of BLAKE2b (its upper 63 bits) over the text
 "RUN_SEED/STREAM/SOURCE/PROMPT_ID/OCCURRENCE/INDEX": the stream is the step, or "eval"; the occurrence counts the same
@@ -103,6 +103,7 @@ async def collect(
     finally:
         for task in scoring:
             task.cancel()
+        await asyncio.gather(*scoring, return_exceptions=True)
     scored = [group for group in groups if group is not None]
     _report_failures(scored)
     return scored
