@@ -7,7 +7,7 @@ and to nothing else. Every verb ends or raises by a deadline, and raises the err
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,12 +110,6 @@ class RolloutEngine(Protocol):
 
     async def generate(self, body: GenerateBody, *, deadline_seconds: float | None = None) -> list[GenerateReply]:
         """All responses, prompt by prompt and for each prompt sample by sample."""
-        ...
-
-    def generate_as_finished(
-        self, body: GenerateBody, *, deadline_seconds: float | None = None
-    ) -> AsyncIterator[tuple[int, GenerateReply]]:
-        """The same responses with their place in that order, each as soon as it is complete."""
         ...
 
     async def health(self) -> dict[str, Any]: ...

@@ -139,7 +139,6 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
-    max_wait_seconds: Annotated[float, Field(gt=0, strict=False)] | None = None
 
     @model_validator(mode="before")
     @classmethod

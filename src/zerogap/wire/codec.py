@@ -1,0 +1,324 @@
+"""The only place that turns records into SGLang's JSON and back: prompts of a batch, replies, version spans, errors.
+
+Replies are built and read field by field, without a validation library: they grow with every token.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from zerogap import errors
+from zerogap.errors import ConfigError, EngineRejected, ProtocolMismatch, ZerogapError
+from zerogap.types import FinishReason
+from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
+from zerogap.wire.messages import GenerateBody, SamplingBody
+
+DONE = "[DONE]"
+LOWEST_FLOAT32 = -3.4028234663852886e38
+"""What minus infinity becomes in JSON, as in SGLang: a finite number of the logprobs' own type."""
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def loads(body: bytes) -> Any:
+    """JSON as the specification has it: NaN and Infinity are no JSON. Raises ConfigError."""
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is not JSON: {error}", remedy="send a JSON object in UTF-8") from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def read_body(model: type[M], data: Any) -> M:
+    """The body's fields, checked. Raises ConfigError that names every field at fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors(include_input=False)]
+        raise ConfigError("; ".join(faults[:8]), remedy="see docs/wire.md for the fields of this route") from error
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptItem:
+    """One response to generate: a prompt of a batch, one of its `n` samples. `family` is the client's rid."""
+
+    rid: str
+    family: str
+    text: str | None
+    input_ids: list[int] | None
+    sampling: SamplingBody
+    seed: int
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: list[int] | None
+
+
+def is_batch(body: GenerateBody) -> bool:
+    """Whether the prompts are a list; the reply is one too, and also when one prompt has several samples."""
+    return isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
+
+
+def expand(body: GenerateBody) -> list[PromptItem]:
+    """Every response that the body asks for, prompt by prompt. Raises ConfigError."""
+    prompts = _prompts(body)
+    count = len(prompts)
+    default = SamplingBody()
+    sampling = _per_prompt("sampling_params", body.sampling_params or default, count)
+    rids = _rids(body.rid, count)
+    logprob = _per_prompt("return_logprob", body.return_logprob, count)
+    start = _per_prompt("logprob_start_len", body.logprob_start_len, count)
+    top = _per_prompt("top_logprobs_num", body.top_logprobs_num, count)
+    wanted = body.token_ids_logprob
+    one_list = not wanted or not isinstance(wanted[0], list)
+    token_ids = [wanted] * count if one_list else _per_prompt("token_ids_logprob", wanted, count)
+    items = []
+    for i, (text, ids) in enumerate(prompts):
+        params = sampling[i]
+        seed = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed
+        for k in range(params.n):
+            items.append(
+                PromptItem(
+                    rid=rids[i] if params.n == 1 else f"{rids[i]}-{k}",
+                    family=body.rid if isinstance(body.rid, str) else rids[i],
+                    text=text,
+                    input_ids=ids,
+                    sampling=params,
+                    seed=(seed + k + 2**63) % 2**64 - 2**63,
+                    return_logprob=logprob[i],
+                    logprob_start_len=start[i],
+                    top_logprobs_num=top[i],
+                    token_ids_logprob=token_ids[i] or None,
+                )
+            )
+    return items
+
+
+def _prompts(body: GenerateBody) -> list[tuple[str | None, list[int] | None]]:
+    if (body.text is None) == (body.input_ids is None):
+        raise ConfigError(
+            "give exactly one of text and input_ids", remedy="token ids are exact: prefer input_ids for training"
+        )
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        prompts: list[tuple[str | None, list[int] | None]] = [(text, None) for text in texts]
+    else:
+        given: Any = body.input_ids
+        rows = given if given and isinstance(given[0], list) else [given]
+        prompts = [(None, row) for row in rows]
+    if not prompts or any(not prompt[0] and not prompt[1] for prompt in prompts):
+        raise ConfigError("a prompt is empty", remedy="give at least one token id (a BOS is enough) or some text")
+    return prompts
+
+
+def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(f"{name} has {len(value)} entries for {count} prompts", remedy="give one entry per prompt")
+    return value
+
+
+def _rids(rid: str | list[str] | None, count: int) -> list[str]:
+    if rid is None:
+        return [secrets.token_hex(16) for _ in range(count)]
+    if isinstance(rid, str):
+        return [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+    rids = _per_prompt("rid", rid, count)
+    if len(set(rids)) != count:
+        raise ConfigError("Duplicate request ID detected", remedy="give each prompt of a batch its own rid")
+    return rids
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+def version_spans(versions: Sequence[int], present: int) -> list[dict[str, Any]]:
+    """Half-open spans of equal versions over the output tokens; without tokens one empty span of the present one."""
+    spans: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = position + 1
+        else:
+            spans.append({"version": str(version), "start": position, "end": position + 1})
+    return spans or [{"version": str(present), "start": 0, "end": 0}]
+
+
+def read_version(value: Any) -> int:
+    """A version from the wire. SGLang's initial one is the word "default": that is version 0."""
+    if value == "default":
+        return 0
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ProtocolMismatch(
+            f"weight version {value!r} is no integer", remedy="let one trainer set the engine's versions, as integers"
+        ) from error
+
+
+def read_reply(data: Mapping[str, Any]) -> GenerateReply:
+    """One element of a `/generate` reply, from our engine or from SGLang. Raises ProtocolMismatch."""
+    try:
+        meta = data["meta_info"]
+        ids = tuple(data.get("output_ids") or ())
+        entries = meta.get("output_token_logprobs") or () if ids else ()
+        reason = meta.get("finish_reason")
+        return GenerateReply(
+            rid=meta["id"],
+            text=data.get("text"),
+            output_ids=ids,
+            output_logprobs=tuple([_finite_or_nan(entry[0]) for entry in entries]),
+            weight_versions=_versions(meta, len(ids)),
+            finish_reason=None if reason is None else FinishReason(reason["type"]),
+            prompt_tokens=meta.get("prompt_tokens", 0),
+            cached_tokens=meta.get("cached_tokens", 0),
+            num_retractions=meta.get("num_retractions", 0),
+            meta=meta,
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ProtocolMismatch(
+            f"a reply of /generate could not be read: {error!r}", remedy="check that the url is a rollout engine's"
+        ) from error
+
+
+def _finite_or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return (read_version(meta.get("weight_version", "default")),) * count
+    versions: list[int] = []
+    for span in spans:
+        versions += [read_version(span["version"])] * (span["end"] - span["start"])
+    return tuple(versions)
+
+
+def memory_json(report: MemoryReport, verb: str) -> dict[str, Any]:
+    """`verb` is `freed` or `resumed`."""
+    tags = {
+        tag: {"claimed_bytes": b.claimed_bytes, f"{verb}_bytes": b.measured_bytes} for tag, b in report.tags.items()
+    }
+    return {"tags": tags, "rss_bytes": report.rss_bytes, "seconds": report.seconds}
+
+
+def read_memory(data: Any, verb: str) -> MemoryReport:
+    """Of a release or resume. SGLang says nothing (`null`): an empty report."""
+    if data is None:
+        return MemoryReport(tags={}, rss_bytes=0, seconds=0.0)
+    tags = {tag: TagBytes(b["claimed_bytes"], b[f"{verb}_bytes"]) for tag, b in data["tags"].items()}
+    return MemoryReport(tags=tags, rss_bytes=data["rss_bytes"], seconds=data["seconds"])
+
+
+def read_server_info(data: Mapping[str, Any], name: str) -> ServerInfo:
+    """Of our engine, or of SGLang, which states neither manifest nor fingerprint."""
+    ours = data.get("zerogap") or {}
+    states = data.get("internal_states") or [{}]
+    return ServerInfo(
+        engine=ours.get("engine", name),
+        pid=ours.get("pid", 0),
+        model_path=data.get("model_path", ""),
+        dtype=ours.get("dtype", data.get("dtype", "")),
+        weight_version=read_version(ours.get("weight_version", states[0].get("weight_version", "default"))),
+        state=ours.get("state", "unknown"),
+        manifest_digest=ours.get("manifest_digest"),
+        fingerprint=ours.get("fingerprint"),
+        memory=ours.get("memory", {}),
+        rss_bytes=ours.get("rss_bytes", 0),
+        raw=data,
+    )
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+_STATUS: dict[type[ZerogapError], int] = {
+    errors.ConfigError: 400,
+    errors.EngineUnreachable: 503,
+    errors.ProtocolMismatch: 500,
+    errors.EngineRejected: 400,
+    errors.EngineStateError: 409,
+    errors.StaleWeights: 409,
+    errors.RefitError: 400,
+    errors.ParityError: 409,
+    errors.DataError: 400,
+    errors.CheckpointError: 400,
+    errors.ZerogapError: 500,
+}
+"""Class -> HTTP status, for it and the classes below it that have none of their own."""
+_WORDS = {400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 409: "Conflict", 413: "Content Too Large"}
+
+
+def status_of(error: ZerogapError) -> int:
+    if isinstance(error.details.get("status"), int):
+        return error.details["status"]
+    return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
+
+
+def error_json(error: ZerogapError, status: int | None = None) -> dict[str, Any]:
+    """One body that every reader of SGLang's error shapes understands; ours is under `zerogap`."""
+    status = status_of(error) if status is None else status
+    return {
+        "object": "error",
+        "message": error.what,
+        "type": _WORDS.get(status, str(status)),
+        "param": None,
+        "code": status,
+        "success": False,
+        "error": {"message": error.what},
+        "zerogap": error.to_wire(),
+    }
+
+
+def stream_error_json(error: ZerogapError) -> dict[str, Any]:
+    """An error after a stream began, when the status 200 has been sent already."""
+    status = status_of(error)
+    kind = "invalid_request_error" if status < 500 else "internal_error"
+    body = {"message": error.what, "type": kind, "code": status, "retryable": False}
+    return {"error": body, "zerogap": error.to_wire()}
+
+
+def read_error(status: int, body: bytes, where: str) -> ZerogapError:
+    """The error of a reply that is not a success, in any of SGLang's shapes or in ours; ours returns as its class."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        data = body.decode(errors="replace").strip()
+    if isinstance(data, dict) and isinstance(data.get("zerogap"), dict):
+        error = errors.from_wire(data["zerogap"])
+        error.what = f"{where}: {error.what}"
+        error.args = (error.what,)
+        return error
+    message = _message(data) or "no message"
+    remedy = "see the engine's log"
+    if status in (401, 403):
+        remedy = "give the client the engine's key"
+    return EngineRejected(f"{where}: HTTP {status}: {message}", remedy=remedy, status=status)
+
+
+def _message(data: Any) -> str:
+    if not isinstance(data, dict):
+        return "" if data is None else str(data)[:500]
+    inner = data.get("error")
+    if isinstance(inner, dict):
+        return str(inner.get("message", inner))
+    return str(inner or data.get("message") or data)

@@ -1,0 +1,207 @@
+"""The only list of routes: path, methods, body, reply, and where we differ from SGLang 0.5.22.
+
+Server and client use it, and `docs/wire.md` is generated from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerogap.wire import messages
+from zerogap.wire.messages import Body
+
+GET, POST, PUT = "GET", "POST", "PUT"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`name` is the verb that serves it. `idempotent`: a client may send it again without knowing if it arrived."""
+
+    name: str
+    path: str
+    methods: tuple[str, ...]
+    reply: str
+    body: type[Body] = messages.EmptyBody
+    body_required: bool = False
+    idempotent: bool = False
+    aliases: tuple[str, ...] = ()
+    ours: str = ""
+
+    @property
+    def client_method(self) -> str:
+        """The method that our client uses."""
+        return POST if POST in self.methods else self.methods[0]
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        "generate",
+        "/generate",
+        (POST, PUT),
+        "`{text, output_ids, meta_info}`; a list for a batch or `n > 1`; `stream`: server-sent events, then `[DONE]`",
+        messages.GenerateBody,
+        body_required=True,
+        ours="`text` together with `input_ids` is refused. `sampling_seed` is always honoured; sample i of `n` uses "
+        "seed + i, has the rid `RID-i`, and is aborted by `RID` too. A misspelt top-level key is refused. "
+        "A logprob that is not a number is an error, never a stop. "
+        "`weight_versions` spans are always present in the last message.",
+    ),
+    Route(
+        "health",
+        "/health",
+        (GET,),
+        "`{status, state, engine, ...}`; 503 when the engine thread is dead, or has work and makes no progress",
+        idempotent=True,
+        ours="Answers at once, without a generation, and 200 while paused or released: the body says which. SGLang's "
+        "body is empty and its probe takes a second, or 20 while paused.",
+    ),
+    Route(
+        "health_generate",
+        "/health_generate",
+        (GET,),
+        "as `/health`, after one generated token where the engine may generate",
+        idempotent=True,
+        ours="While paused, or without weights or cache, it answers as `/health` does instead of waiting.",
+    ),
+    Route(
+        "model_info",
+        "/model_info",
+        (GET,),
+        "`{model_path, tokenizer_path, is_generation, weight_version, ...}`",
+        idempotent=True,
+        aliases=("/get_model_info",),
+    ),
+    Route(
+        "server_info",
+        "/server_info",
+        (GET,),
+        "settings, `internal_states`, `version`, and `zerogap: {engine, pid, state, dtype, weight_version, "
+        "manifest_digest, fingerprint, memory, rss_bytes}`",
+        idempotent=True,
+        aliases=("/get_server_info",),
+        ours="Always the present values; SGLang's top level is the configuration at start.",
+    ),
+    Route(
+        "flush_cache",
+        "/flush_cache",
+        (GET, POST),
+        "plain text",
+        idempotent=True,
+        ours="Refused with 409 while requests hold KV (SGLang: 400). `?timeout=` waits for that long.",
+    ),
+    Route(
+        "abort_request",
+        "/abort_request",
+        (POST,),
+        "empty",
+        messages.AbortBody,
+        body_required=True,
+        idempotent=True,
+        ours="Matches a rid exactly, never by prefix; the rid of a batch or of `n` samples aborts them all. An unknown "
+        "rid is not an error.",
+    ),
+    Route(
+        "pause_generation",
+        "/pause_generation",
+        (POST,),
+        "`{message, status}`",
+        messages.PauseBody,
+        body_required=True,
+        idempotent=True,
+        ours="Returns when the engine has acted, and never waits for clients to read. Every order of modes is legal.",
+    ),
+    Route(
+        "continue_generation",
+        "/continue_generation",
+        (POST,),
+        "`{message, status}`",
+        messages.ContinueBody,
+        body_required=True,
+        idempotent=True,
+        ours="Refused with 409 until weights and cache are back and complete.",
+    ),
+    Route(
+        "release_memory_occupation",
+        "/release_memory_occupation",
+        (GET, POST),
+        "`{tags: {TAG: {claimed_bytes, freed_bytes}}, rss_bytes, seconds}`",
+        messages.MemoryBody,
+        ours="SGLang's body is `null`. Refused with 409 while requests hold KV or when a tag is released already, "
+        "where SGLang dies; a release that frees under 95% of what it claims is an error. No tags: all resident ones.",
+    ),
+    Route(
+        "resume_memory_occupation",
+        "/resume_memory_occupation",
+        (GET, POST),
+        "`{tags: {TAG: {claimed_bytes, resumed_bytes}}, rss_bytes, seconds}`",
+        messages.MemoryBody,
+        ours="SGLang's body is `null`. Refused with 409 for a tag that is not released, where SGLang dies. After a "
+        "resume of `weights` nothing is generated until a weight update ends well. No tags: all released ones.",
+    ),
+    Route(
+        "begin_weight_update",
+        "/begin_weight_update",
+        (POST,),
+        "`{success, message}`",
+        messages.BeginUpdateBody,
+        body_required=True,
+        ours="`plan` announces what will come. With a plan, a begin in an open session replaces it, so a dead trainer "
+        "blocks nobody; the replaced session's buckets are refused. Refused with 409 while requests run.",
+    ),
+    Route(
+        "update_weights_from_tensor",
+        "/update_weights_from_tensor",
+        (POST,),
+        "`{success, message}`",
+        messages.UpdateFromTensorBody,
+        body_required=True,
+        ours="`bucket` names a shared-memory segment and the tensors in it, with a digest each. Pickled "
+        "`serialized_named_tensors` are refused: unpickling executes code. Nothing is flushed: begin does that.",
+    ),
+    Route(
+        "update_weights_from_disk",
+        "/update_weights_from_disk",
+        (POST,),
+        "`{success, message, num_paused_requests}`",
+        messages.UpdateFromDiskBody,
+        body_required=True,
+        ours="A failure leaves the engine refusing to generate, not half new. `model_path` in `/model_info` follows; "
+        "the served name does not.",
+    ),
+    Route(
+        "end_weight_update",
+        "/end_weight_update",
+        (POST,),
+        "`{success, message}`",
+        body_required=True,
+        ours="Fails when a weight of the plan never arrived.",
+    ),
+    Route(
+        "update_weight_version",
+        "/update_weight_version",
+        (POST,),
+        "`{success, message, new_version}`",
+        messages.UpdateVersionBody,
+        body_required=True,
+        idempotent=True,
+        ours="Aborts nothing unless asked to (SGLang's default is to abort everything). The version is an integer.",
+    ),
+    Route(
+        "get_weights_by_name",
+        "/get_weights_by_name",
+        (GET, POST),
+        "JSON list of the first values",
+        messages.GetWeightsBody,
+        body_required=True,
+        idempotent=True,
+    ),
+    Route(
+        "weights_checker",
+        "/weights_checker",
+        (GET, POST),
+        "`{success, message, ranks, per_engine_checksum}`",
+        messages.CheckerBody,
+        ours="`manifest` lists name, dtype and shape of every weight. Checksums are xxh3-128 in hex.",
+    ),
+)
+BY_NAME = {route.name: route for route in ROUTES}
