@@ -1,4 +1,4 @@
-"""A tokenizer and an engine for rollout tests: characters are tokens, and a function of the prompt decides the answer."""
+"""A tokenizer and an engine for rollout tests: characters are tokens, a function of the prompt decides the answer."""
 
 from __future__ import annotations
 
