@@ -1,0 +1,87 @@
+"""The only place for what the engine's core knows of a request: how to sample it, what it has so far, why it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zerogap.errors import ConfigError
+from zerogap.numerics.sampling import SamplingRow
+from zerogap.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one response; names and meaning as in SGLang's `sampling_params`."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [
+            text
+            for wrong, text in (
+                (self.max_new_tokens < 1, f"max_new_tokens {self.max_new_tokens} is below 1"),
+                (not 0 <= self.min_new_tokens <= self.max_new_tokens, f"min_new_tokens {self.min_new_tokens}"),
+                (not 0 <= self.temperature < float("inf"), f"temperature {self.temperature}"),
+                (not 0 < self.top_p <= 1, f"top_p {self.top_p} is not in (0, 1]"),
+                (self.top_k != -1 and self.top_k < 1, f"top_k {self.top_k} is neither -1 nor at least 1"),
+                (not 0 <= self.min_p <= 1, f"min_p {self.min_p} is not in [0, 1]"),
+            )
+            if wrong
+        ]
+        if faults:
+            raise ConfigError(f"bad sampling_params: {'; '.join(faults)}", remedy="mend the named values")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One response in the making. Tokens, logprobs and versions grow together, in `append` alone.
+
+    `num_computed` counts the leading tokens whose keys and values are in the cache; a retract sets it to 0 and keeps
+    the rest.
+    """
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    tokens: list[int] = field(init=False)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_retractions: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def sampling_row(self) -> SamplingRow:
+        p = self.params
+        return SamplingRow(p.temperature, p.top_p, p.top_k, p.min_p, p.seed, self.num_output)
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.stop_ids and self.num_output >= self.params.min_new_tokens:
+            self.finish_reason = FinishReason.STOP
+        elif self.num_output >= self.params.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
