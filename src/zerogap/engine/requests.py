@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
-from zerogap.errors import ConfigError
+from zerogap.errors import ConfigError, ZerogapError
 from zerogap.numerics.sampling import SamplingRow
 from zerogap.types import FinishReason
 
@@ -38,6 +39,34 @@ class SamplingParams:
         ]
         if faults:
             raise ConfigError(f"bad sampling_params: {'; '.join(faults)}", remedy="mend the named values")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One response asked for: what the server hands to the core."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What the core made for one request since it last said so. The last one has a `finish_reason` or an `error`.
+
+    `new_ids`, `new_logprobs` and `new_versions` have one entry per new token. `weight_version` is the present one, for
+    a request that ends without a token.
+    """
+
+    rid: str
+    new_ids: ListLike[int]
+    new_logprobs: ListLike[float]
+    new_versions: ListLike[int]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    num_retractions: int
+    weight_version: int
+    error: ZerogapError | None = None
 
 
 @dataclass(slots=True, eq=False)
