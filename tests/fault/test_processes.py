@@ -60,7 +60,7 @@ async def test_a_killed_child_is_noticed_at_once_with_the_signals_name(tmp_path)
 
 async def test_a_child_that_never_becomes_ready_is_an_error_at_the_deadline(tmp_path):
     process = child(tmp_path, "import time; time.sleep(60)")
-    with pytest.raises(EngineUnreachable, match="not ready within 0.3 s"):
+    with pytest.raises(EngineUnreachable, match=r"not ready within 0\.3 s"):
         await process.wait_ready(0.3)
     process.stop()
     assert not process.alive
