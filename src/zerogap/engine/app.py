@@ -1,0 +1,94 @@
+"""The only place where the routes of the wire become an HTTP application: bodies in, one shape for every error out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from zerogap.engine.service import EngineService, json_reply
+from zerogap.errors import ConfigError, EngineRejected, ZerogapError
+from zerogap.wire import codec
+from zerogap.wire.routes import GET, ROUTES, Route
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+
+
+def build_app(service: EngineService) -> FastAPI:
+    """The application: every route of the table, and one shape for every error."""
+    app = FastAPI(title="zerogap rollout engine", version=version("zerogap"), docs_url=None, redoc_url=None)
+    for route in ROUTES:
+        for path in (route.path, *route.aliases):
+            app.add_api_route(
+                path,
+                _endpoint(route, getattr(service, route.name)),
+                methods=list(route.methods),
+                name=route.name,
+                description=f"{route.reply} {route.ours}".strip(),
+                openapi_extra=_openapi_body(route),
+            )
+    app.add_exception_handler(ZerogapError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+    return app
+
+
+def _endpoint(
+    route: Route, handler: Callable[[Any, Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(codec.read_body(route.body, await _read(route, request)), request)
+
+    return endpoint
+
+
+async def _read(route: Route, request: Request) -> Any:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise ConfigError(
+                f"the body is above {MAX_BODY_BYTES:,} bytes", remedy="send fewer prompts in one call", status=413
+            )
+        parts.append(part)
+    if size:
+        return codec.loads(b"".join(parts))
+    if route.body_required and request.method != GET:
+        raise ConfigError(f"{route.path} needs a body", remedy="send a JSON object; {} where no field is needed")
+    return {}
+
+
+def _openapi_body(route: Route) -> dict[str, Any]:
+    schema = route.body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": route.body_required, "content": {"application/json": {"schema": schema}}}}
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ZerogapError)
+    status = codec.status_of(error)
+    if status >= 500:
+        logger.error("%s", error)
+    return json_reply(codec.error_json(error, status), status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    ours = EngineRejected(
+        f"{request.method} {request.url.path}: {error.detail}", remedy="docs/wire.md lists the routes"
+    )
+    return json_reply(codec.error_json(ours, error.status_code), error.status_code)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    ours = EngineRejected(
+        f"{request.url.path}: {type(error).__name__}: {error}", remedy="this is a defect: report the engine's log"
+    )
+    return json_reply(codec.error_json(ours, 500), 500)

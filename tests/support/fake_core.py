@@ -1,0 +1,259 @@
+"""A core without a model, for the server's tests: one thread, the real state table, tokens by arithmetic.
+
+Token k of a request is `(sum(prompt) + seed + k) % (VOCAB_SIZE - 2) + 2`, its logprob -1/(k + 1): a client can check
+every number. One step makes one token per running request. Run as a module it is a server process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerogap.engine.requests import GenerateRequest, RequestOutput
+from zerogap.engine.server import ServerSettings, serve
+from zerogap.engine.state import StateMachine
+from zerogap.errors import EngineRejected, RolloutError, TransferFailed, ZerogapError
+from zerogap.types import FinishReason
+
+VOCAB_SIZE = 64
+MAX_CONTEXT = 256
+TAG_BYTES = {"kv_cache": 4096, "weights": 8192, "cuda_graph": 0}
+WEIGHTS = {"model.norm.weight": [1.0, 2.0, 3.0]}
+
+Sink = Callable[[RequestOutput], None]
+
+
+def expected_tokens(prompt: list[int], seed: int, count: int) -> list[int]:
+    return [(sum(prompt) + seed + k) % (VOCAB_SIZE - 2) + 2 for k in range(count)]
+
+
+@dataclass(eq=False)
+class _Live:
+    request: GenerateRequest
+    sink: Sink
+    ids: list[int] = field(default_factory=list)
+    num_retractions: int = 0
+    holds_kv: bool = False
+
+
+class FakeCore:
+    """`step_seconds` slows the steps; `nan_at` is the position at which a logprob is reported as not finite."""
+
+    vocab_size, max_context = VOCAB_SIZE, MAX_CONTEXT
+
+    def __init__(self, *, step_seconds: float = 0.0, nan_at: int | None = None) -> None:
+        self.step_seconds, self.nan_at = step_seconds, nan_at
+        self.machine = StateMachine()
+        self.failure: ZerogapError | None = None
+        self.weight_version = 0
+        self.live: dict[str, _Live] = {}
+        self.calls: list[str] = []
+        self.die_at_next_step = False
+        self.stalled = 0.0
+        self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fake-core")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, deadline_seconds: float) -> None:
+        self._stop.set()
+        self._thread.join(deadline_seconds)
+
+    def status(self) -> dict[str, Any]:
+        holding = sum(one.holds_kv for one in self.live.values())
+        return {
+            "state": self.machine.name,
+            "weight_version": self.weight_version,
+            "num_running": holding,
+            "num_waiting": len(self.live) - holding,
+            "seconds_stalled": self.stalled,
+        }
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        self.machine.admit()
+        self._orders.put(lambda: self.live.__setitem__(request.rid, _Live(request, sink)))
+
+    def control(self, name: str, /, **arguments: Any) -> concurrent.futures.Future[dict[str, Any]]:
+        future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+
+        def order() -> None:
+            self.calls.append(name)
+            try:
+                future.set_result(getattr(self, f"_{name}")(**arguments))
+            except ZerogapError as error:
+                future.set_exception(error)
+
+        self._orders.put(order)
+        return future
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                busy = self.machine.may_sample and self.live
+                while True:
+                    self._orders.get(block=not busy, timeout=0.05)()
+                    busy = True
+            except queue.Empty:
+                pass
+            if self.machine.may_sample and self.live:
+                if self.die_at_next_step:
+                    self.failure = RolloutError("the fake core was told to die", remedy="none: this is a test")
+                    return
+                time.sleep(self.step_seconds)
+                for one in list(self.live.values()):
+                    self._step(one)
+
+    def _step(self, one: _Live) -> None:
+        position = len(one.ids)
+        params = one.request.params
+        token = expected_tokens(list(one.request.input_ids), params.seed, position + 1)[-1]
+        one.ids.append(token)
+        one.holds_kv = True
+        reason = None
+        if token in params.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(one.ids) >= params.max_new_tokens:
+            reason = FinishReason.LENGTH
+        error = None
+        if position == self.nan_at:
+            error = RolloutError(
+                f"request {one.request.rid}: logprob of token {position} is nan", remedy="look at the last refit"
+            )
+        self._give(one, [token] if error is None else [], reason, error)
+
+    def _give(self, one: _Live, ids: list[int], reason: FinishReason | None, error: ZerogapError | None = None) -> None:
+        if reason is not None or error is not None:
+            del self.live[one.request.rid]
+        start = len(one.ids) - len(ids)
+        one.sink(
+            RequestOutput(
+                rid=one.request.rid,
+                new_ids=ids,
+                new_logprobs=[-1.0 / (start + k + 1) for k in range(len(ids))],
+                new_versions=[self.weight_version] * len(ids),
+                finish_reason=None if error else reason,
+                cached_tokens=0,
+                num_retractions=one.num_retractions,
+                weight_version=self.weight_version,
+                error=error,
+            )
+        )
+
+    def _check(self, call: str, tags: tuple[str, ...] = ()) -> None:
+        holding = sum(one.holds_kv for one in self.live.values())
+        self.machine.check(call, tags=tags, num_running=holding, num_waiting=len(self.live) - holding)
+
+    def _plain(self, call: str) -> dict[str, Any]:
+        self._check(call)
+        self.machine.done(call)
+        return {}
+
+    def _abort_request(self, rid: str, abort_all: bool) -> dict[str, Any]:
+        for one in list(self.live.values()):
+            if abort_all or one.request.rid == rid:
+                self._give(one, [], FinishReason.ABORT)
+        return {}
+
+    def _pause_generation(self, mode: str) -> dict[str, Any]:
+        if mode == "abort":
+            self._abort_request("", True)
+        for one in self.live.values():
+            if mode == "retract" and one.holds_kv:
+                one.num_retractions += 1
+                one.holds_kv = False
+        return self._plain("pause_generation")
+
+    def _continue_generation(self) -> dict[str, Any]:
+        return self._plain("continue_generation")
+
+    def _flush_cache(self) -> dict[str, Any]:
+        return self._plain("flush_cache")
+
+    def _memory(self, call: str, tags: list[str] | None, verb: str) -> dict[str, Any]:
+        chosen = self.machine.resolve_tags(call, tags)
+        self._check(call, chosen)
+        self.machine.done(call, tags=chosen)
+        per_tag = {tag: {"claimed_bytes": TAG_BYTES[tag], f"{verb}_bytes": TAG_BYTES[tag]} for tag in chosen}
+        return {"tags": per_tag, "rss_bytes": 12345, "seconds": 0.5}
+
+    def _release_memory_occupation(self, tags: list[str] | None) -> dict[str, Any]:
+        return self._memory("release_memory_occupation", tags, "freed")
+
+    def _resume_memory_occupation(self, tags: list[str] | None) -> dict[str, Any]:
+        return self._memory("resume_memory_occupation", tags, "resumed")
+
+    def _begin_weight_update(self, selector: str, plan: Any) -> dict[str, Any]:
+        return self._plain("begin_weight_update" if plan is not None else "begin_weight_update(no plan)")
+
+    def _load_bucket(self, header: Any) -> dict[str, Any]:
+        self._check("update_weights_from_tensor")
+        if not header.entries:
+            self.machine.failed("update_weights_from_tensor")
+            raise TransferFailed("the bucket is empty", remedy="send tensors")
+        return {}
+
+    def _end_weight_update(self) -> dict[str, Any]:
+        return self._plain("end_weight_update")
+
+    def _update_weights_from_disk(self, model_path: str, weight_version: int | None) -> dict[str, Any]:
+        self._plain("update_weights_from_disk")
+        self.weight_version = self.weight_version if weight_version is None else weight_version
+        return {}
+
+    def _update_weight_version(self, new_version: int, abort_all_requests: bool) -> dict[str, Any]:
+        if abort_all_requests:
+            self._abort_request("", True)
+        self.weight_version = new_version
+        return {}
+
+    def _get_weights_by_name(self, name: str, truncate_size: int) -> dict[str, Any]:
+        self._check("get_weights_by_name")
+        if name not in WEIGHTS:
+            raise EngineRejected(f"no weight is named {name}", remedy="list them with weights_checker manifest")
+        return {"values": WEIGHTS[name][:truncate_size]}
+
+    def _weights_checker(self, action: str) -> dict[str, Any]:
+        self._check(f"weights_checker({action})")
+        if action == "manifest":
+            return {"tensors": [{"name": name, "dtype": "float32", "shape": [3]} for name in WEIGHTS]}
+        return {"ranks": [{"checksums": {"model.norm.weight": "ab" * 16}}], "per_engine_checksum": "cd" * 16}
+
+    def _server_info(self) -> dict[str, Any]:
+        return {
+            **self.status(),
+            "pid": 1,
+            "dtype": "float32",
+            "manifest_digest": "m" * 32,
+            "fingerprint": "f" * 32,
+            "memory": dict(TAG_BYTES),
+            "rss_bytes": 12345,
+            "num_kv_tokens": 4096,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--ready-file", type=Path)
+    parser.add_argument("--parent-pipe", type=int)
+    parser.add_argument("--step-seconds", type=float, default=0.0)
+    args = parser.parse_args()
+    settings = ServerSettings(
+        name="fake", ready_fd=args.ready_fd, ready_file=args.ready_file, parent_pipe=args.parent_pipe
+    )
+    return serve(lambda: FakeCore(step_seconds=args.step_seconds), args.folder, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
