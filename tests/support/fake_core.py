@@ -7,20 +7,27 @@ every number. One step makes one token per running request. Run as a module it i
 from __future__ import annotations
 
 import argparse
+import asyncio
 import concurrent.futures
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
+from zerogap.engine.app import build_app
 from zerogap.engine.requests import GenerateRequest, RequestOutput
-from zerogap.engine.server import ServerSettings, serve
+from zerogap.engine.server import EngineServer, ServerSettings, bind_loopback, serve
+from zerogap.engine.service import EngineService
 from zerogap.engine.state import StateMachine
 from zerogap.errors import EngineRejected, RolloutError, TransferFailed, ZerogapError
+from zerogap.model.tokenizer import Tokenizer
 from zerogap.types import FinishReason
 
 VOCAB_SIZE = 64
@@ -28,11 +35,43 @@ MAX_CONTEXT = 256
 TAG_BYTES = {"kv_cache": 4096, "weights": 8192, "cuda_graph": 0}
 WEIGHTS = {"model.norm.weight": [1.0, 2.0, 3.0]}
 
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+"""Token 2 + k is the k-th letter; 0 and 1 are BOS and EOS."""
+
 Sink = Callable[[RequestOutput], None]
 
 
 def expected_tokens(prompt: list[int], seed: int, count: int) -> list[int]:
     return [(sum(prompt) + seed + k) % (VOCAB_SIZE - 2) + 2 for k in range(count)]
+
+
+def letter_tokenizer() -> Tokenizer:
+    ids = {"<s>": 0, "</s>": 1} | {letter: k + 2 for k, letter in enumerate(LETTERS)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="</s>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(["<s>", "</s>"])
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend, special_tokens=special, chat_template=None, eos_token_ids=(1,), add_bos=True)
+
+
+@asynccontextmanager
+async def served(core: FakeCore, folder: Path, tokenizer: Tokenizer | None = None) -> AsyncIterator[str]:
+    """The url of a real HTTP server over the core, in this event loop."""
+    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    service = EngineService(core, name="fake", model_folder=folder, tokenizer=tokenizer)
+    listener = bind_loopback("127.0.0.1", 0)
+    server = EngineServer(build_app(service), listener, ServerSettings(name="fake"))
+    core.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        core.stop(2.0)
 
 
 @dataclass(eq=False)
@@ -223,7 +262,7 @@ class FakeCore:
         return {"values": WEIGHTS[name][:truncate_size]}
 
     def _weights_checker(self, action: str) -> dict[str, Any]:
-        self._check(f"weights_checker({action})")
+        self._plain(f"weights_checker({action})")
         if action == "manifest":
             return {"tensors": [{"name": name, "dtype": "float32", "shape": [3]} for name in WEIGHTS]}
         return {"ranks": [{"checksums": {"model.norm.weight": "ab" * 16}}], "per_engine_checksum": "cd" * 16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -24,12 +25,14 @@ def build_app(service: EngineService) -> FastAPI:
     """The application: every route of the table, and one shape for every error."""
     app = FastAPI(title="zerogap rollout engine", version=version("zerogap"), docs_url=None, redoc_url=None)
     for route in ROUTES:
-        for path in (route.path, *route.aliases):
+        endpoint = _endpoint(route, getattr(service, route.name))
+        for path, method in itertools.product((route.path, *route.aliases), route.methods):
             app.add_api_route(
                 path,
-                _endpoint(route, getattr(service, route.name)),
-                methods=list(route.methods),
+                endpoint,
+                methods=[method],
                 name=route.name,
+                operation_id=f"{method.lower()}{path.replace('/', '_')}",
                 description=f"{route.reply} {route.ours}".strip(),
                 openapi_extra=_openapi_body(route),
             )

@@ -114,7 +114,8 @@ class Response:
         }
         if self.item.return_logprob:
             meta["output_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(self.logprobs[:count], ids, strict=True)
+                [logprob, token, text]
+                for logprob, token, text in zip(self.logprobs[:count], ids, self._token_texts(ids), strict=True)
             ]
             meta["output_token_logprobs_length"] = count
             meta["input_token_logprobs"] = []
@@ -123,6 +124,11 @@ class Response:
             meta["e2e_latency"] = self.ended - self.began
         reply: dict[str, Any] = {} if text is None else {"text": text}
         return reply | {"output_ids": ids, "meta_info": meta}
+
+    def _token_texts(self, ids: list[int]) -> list[str | None]:
+        if self.tokenizer is None or not self.item.return_text_in_logprobs:
+            return [None] * len(ids)
+        return [self.tokenizer.decode([token], False) for token in ids]
 
     def _final_text(self) -> str | None:
         if self.tokenizer is None:

@@ -70,15 +70,15 @@ def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: S
     """Binds, loads, serves. Returns 0 after SIGTERM or the parent's end, 130 after SIGINT, 1 after a fault."""
     if settings.parent_pipe is not None:
         threading.Thread(target=_watch_parent, args=(settings.parent_pipe,), daemon=True, name="parent").start()
-    listener = _bind(settings.host, settings.port)
+    listener = bind_loopback(settings.host, settings.port)
     core = make_core()
     tokenizer = Tokenizer.from_folder(model_folder) if (model_folder / "tokenizer.json").is_file() else None
     app = build_app(EngineService(core, name=settings.name, model_folder=model_folder, tokenizer=tokenizer))
     core.start()
-    return asyncio.run(_serve(_Server(app, listener, settings), core))
+    return asyncio.run(_serve(EngineServer(app, listener, settings), core))
 
 
-class _Server(uvicorn.Server):
+class EngineServer(uvicorn.Server):
     """uvicorn, with our signals and our word of readiness."""
 
     def __init__(self, app: FastAPI, listener: socket.socket, settings: ServerSettings) -> None:
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
         _announce(self.settings, self.listener)
 
 
-async def _serve(server: _Server, core: RunnableCore) -> int:
+async def _serve(server: EngineServer, core: RunnableCore) -> int:
     codes: list[int] = []
     loop = asyncio.get_running_loop()
 
@@ -131,7 +131,7 @@ async def _serve(server: _Server, core: RunnableCore) -> int:
     return codes[0] if codes else 1
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind_loopback(host: str, port: int) -> socket.socket:
     """A bound socket, not listening yet: until the engine is ready a connection is refused."""
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -142,7 +142,9 @@ def _bind(host: str, port: int) -> socket.socket:
             f"refusing to bind {host}: whoever can reach the port controls the engine",
             remedy="bind 127.0.0.1, and reach it from elsewhere through an ssh tunnel",
         )
-    listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    # With the protocol left at 0 asyncio does not set TCP_NODELAY, and every reply waits 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((str(address), port))

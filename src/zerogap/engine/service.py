@@ -130,6 +130,11 @@ class EngineService:
         params = item.sampling
         if params.stops:
             self._needs_tokenizer("a stop string")
+        if item.top_logprobs_num or item.token_ids_logprob or (item.return_logprob and item.logprob_start_len >= 0):
+            raise ConfigError(
+                f"request {item.rid}: logprobs are given for the sampled tokens only",
+                remedy="leave out top_logprobs_num, token_ids_logprob and logprob_start_len",
+            )
         room = self.core.max_context - len(prompt_ids)
         return GenerateRequest(
             rid=item.rid,

@@ -20,8 +20,6 @@ from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
 from zerogap.wire.messages import GenerateBody, SamplingBody
 
 DONE = "[DONE]"
-LOWEST_FLOAT32 = -3.4028234663852886e38
-"""What minus infinity becomes in JSON, as in SGLang: a finite number of the logprobs' own type."""
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -71,6 +69,7 @@ class PromptItem:
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
+    return_text_in_logprobs: bool
 
 
 def is_batch(body: GenerateBody) -> bool:
@@ -108,6 +107,7 @@ def expand(body: GenerateBody) -> list[PromptItem]:
                     logprob_start_len=start[i],
                     top_logprobs_num=top[i],
                     token_ids_logprob=token_ids[i] or None,
+                    return_text_in_logprobs=body.return_text_in_logprobs,
                 )
             )
     return items
@@ -214,16 +214,8 @@ def _versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(versions)
 
 
-def memory_json(report: MemoryReport, verb: str) -> dict[str, Any]:
-    """`verb` is `freed` or `resumed`."""
-    tags = {
-        tag: {"claimed_bytes": b.claimed_bytes, f"{verb}_bytes": b.measured_bytes} for tag, b in report.tags.items()
-    }
-    return {"tags": tags, "rss_bytes": report.rss_bytes, "seconds": report.seconds}
-
-
 def read_memory(data: Any, verb: str) -> MemoryReport:
-    """Of a release or resume. SGLang says nothing (`null`): an empty report."""
+    """Of a release (`freed`) or a resume (`resumed`). SGLang says nothing (`null`): an empty report."""
     if data is None:
         return MemoryReport(tags={}, rss_bytes=0, seconds=0.0)
     tags = {tag: TagBytes(b["claimed_bytes"], b[f"{verb}_bytes"]) for tag, b in data["tags"].items()}
