@@ -52,19 +52,14 @@ class EngineClient:
     ) -> None:
         self.base_url, self.name = base_url.rstrip("/"), name
         self.deadlines = deadlines or Deadlines()
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=self.base_url,
-                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-                timeout=None,  # the deadline is set per call, around all its attempts
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS),
-                transport=transport,
-                trust_env=False,  # a proxy of the environment is not meant for an engine
-            )
-        except httpx.InvalidURL as error:
-            raise ConfigError(
-                f"{base_url!r} is no url of an engine: {error}", remedy="write it like http://127.0.0.1:30000"
-            ) from error
+        self._http = httpx.AsyncClient(
+            base_url=_checked(self.base_url),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=None,  # the deadline is set per call, around all its attempts
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS),
+            transport=transport,
+            trust_env=False,  # a proxy of the environment is not meant for an engine
+        )
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -230,10 +225,6 @@ class EngineClient:
                 return await self._http.send(request, stream=stream)
         except TimeoutError as error:
             raise self._too_late(route, seconds) from error
-        except httpx.UnsupportedProtocol as error:
-            raise ConfigError(
-                f"{self.base_url!r} is no url of an engine: {error}", remedy="write it like http://127.0.0.1:30000"
-            ) from error
         except httpx.TransportError as error:
             raise self._lost(route, error) from error
 
@@ -276,3 +267,14 @@ class EngineClient:
             url=self.base_url,
             call=route.name,
         )
+
+
+def _checked(url: str) -> httpx.URL:
+    try:
+        parsed = httpx.URL(url)
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return parsed
+        fault = "it needs a scheme and a host"
+    except httpx.InvalidURL as error:
+        fault = str(error)
+    raise ConfigError(f"{url!r} is no url of an engine: {fault}", remedy="write it like http://127.0.0.1:30000")
