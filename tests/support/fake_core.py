@@ -287,11 +287,14 @@ def main() -> int:
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--parent-pipe", type=int)
     parser.add_argument("--step-seconds", type=float, default=0.0)
+    parser.add_argument("--die-at-first-step", action="store_true")
     args = parser.parse_args()
     settings = ServerSettings(
         name="fake", ready_fd=args.ready_fd, ready_file=args.ready_file, parent_pipe=args.parent_pipe
     )
-    return serve(lambda: FakeCore(step_seconds=args.step_seconds), args.folder, settings)
+    core = FakeCore(step_seconds=args.step_seconds)
+    core.die_at_next_step = args.die_at_first_step
+    return serve(lambda: core, args.folder, settings)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,15 @@ def test_it_ends_when_its_parent_is_gone(folder: Path):
                 continue
 
 
+def test_a_core_that_dies_answers_its_calls_and_ends_the_process(folder: Path):
+    """E3: the error reaches the caller, and the exit code is not zero."""
+    with server(folder, "--die-at-first-step") as (process, ready):
+        reply = httpx.post(ready["url"] + "/generate", json={"input_ids": [1]}, trust_env=False, timeout=20)
+        assert reply.json()["zerogap"]["what"] == "the fake core was told to die"
+        assert process.wait(END_SECONDS) == 1
+        assert process.stderr is not None and b"told to die" in process.stderr.read()
+
+
 def test_two_servers_at_once_do_not_collide(folder: Path):
     with server(folder) as (_, first), server(folder) as (_, second):
         assert first["port"] != second["port"]

@@ -151,6 +151,7 @@ class Answer:
         self.responses, self._loop, self._stream = tuple(responses), loop, stream
         self._unfinished = {r.item.rid for r in responses}
         self._bell: asyncio.Queue[int | None] = asyncio.Queue()
+        self._failure: ZerogapError | None = None
 
     def sink(self, index: int, output: RequestOutput) -> bool:
         """On the core's thread. Returns false once the core need not go on with this response."""
@@ -173,9 +174,14 @@ class Answer:
         """The rids that the core still works on."""
         return tuple(self._unfinished)
 
+    def fail(self, error: ZerogapError) -> None:
+        """On the server's thread: the core will not end this call any more."""
+        self._failure = error
+        self._bell.put_nowait(None)
+
     @property
     def error(self) -> ZerogapError | None:
-        return next((r.error for r in self.responses if r.error is not None), None)
+        return self._failure or next((r.error for r in self.responses if r.error is not None), None)
 
     async def next_change(self) -> int | None:
         """The index of a response that grew (streams only), or None once all have ended or one has failed."""

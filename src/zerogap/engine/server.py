@@ -59,7 +59,7 @@ def run_server(model_folder: Path, engine: EngineSettings, settings: ServerSetti
     """Serves a model until told to end; the exit code. `zerogap serve` is this."""
 
     def make_core() -> RunnableCore:
-        from zerogap.engine.core import EngineCore  # noqa: PLC0415  torch loads after the port is bound
+        from zerogap.engine.core import EngineCore  # noqa: PLC0415  the slow part, after the port is bound
 
         return EngineCore(model_folder, engine, dtype=dtype)
 
@@ -73,9 +73,9 @@ def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: S
     listener = bind_loopback(settings.host, settings.port)
     core = make_core()
     tokenizer = Tokenizer.from_folder(model_folder) if (model_folder / "tokenizer.json").is_file() else None
-    app = build_app(EngineService(core, name=settings.name, model_folder=model_folder, tokenizer=tokenizer))
+    service = EngineService(core, name=settings.name, model_folder=model_folder, tokenizer=tokenizer)
     core.start()
-    return asyncio.run(_serve(EngineServer(app, listener, settings), core))
+    return asyncio.run(_serve(EngineServer(build_app(service), listener, settings), core, service))
 
 
 class EngineServer(uvicorn.Server):
@@ -106,7 +106,7 @@ class EngineServer(uvicorn.Server):
         _announce(self.settings, self.listener)
 
 
-async def _serve(server: EngineServer, core: RunnableCore) -> int:
+async def _serve(server: EngineServer, core: RunnableCore, service: EngineService) -> int:
     codes: list[int] = []
     loop = asyncio.get_running_loop()
 
@@ -121,6 +121,7 @@ async def _serve(server: EngineServer, core: RunnableCore) -> int:
         await asyncio.wait({serving}, timeout=_WATCH_SECONDS)
     if core.failure is not None:
         logger.error("the engine's thread has ended: %s", core.failure, exc_info=core.failure)
+        service.fail(core.failure)
         codes.append(1)
     _end_at_latest(SHUTDOWN_SECONDS, codes[0] if codes else 1)
     server.should_exit = True
@@ -163,13 +164,13 @@ def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     ready = {"engine": settings.name, "url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
     line = json.dumps(ready) + "\n"
     logger.info("%s serves at %s", settings.name, ready["url"])
-    if settings.ready_fd is not None:
-        os.write(settings.ready_fd, line.encode())
-        os.close(settings.ready_fd)
     if settings.ready_file is not None:
         partial = settings.ready_file.with_name(settings.ready_file.name + ".partial")
         partial.write_text(line, encoding="utf-8")
         partial.replace(settings.ready_file)
+    if settings.ready_fd is not None:
+        os.write(settings.ready_fd, line.encode())
+        os.close(settings.ready_fd)
 
 
 def _watch_parent(pipe: int) -> None:

@@ -26,6 +26,7 @@ from zerogap.wire.codec import PromptItem
 CONTROL_DEADLINE_SECONDS = 600.0
 MAX_STALL_SECONDS = 60.0
 """An engine with work that has not finished a step for this long is not healthy."""
+HEALTH_GENERATE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 
 
@@ -60,6 +61,12 @@ class EngineService:
         self._model_path, self._started = str(model_folder), time.time()
         self._config: dict[str, Any] = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._live: dict[str, str] = {}  # rid of every unfinished response -> the rid that the client gave
+        self._open: set[Answer] = set()
+
+    def fail(self, error: ZerogapError) -> None:
+        """Answers every open call with the error: the core's thread has ended."""
+        for answer in self._open:
+            answer.fail(error)
 
     # --- generation
 
@@ -89,6 +96,7 @@ class EngineService:
         responses = [Generated(item, self._prompt_ids(item), self.tokenizer) for item in items]
         requests = [self._request(r.item, r.prompt_ids, stream=stream) for r in responses]
         answer = Answer(responses, asyncio.get_running_loop(), stream=stream)
+        self._open.add(answer)
         try:
             for index, request in enumerate(requests):
                 self._live[request.rid] = items[index].family
@@ -176,12 +184,15 @@ class EngineService:
 
     async def _events(self, answer: Answer, as_list: bool) -> AsyncIterator[bytes]:
         ended: set[int] = set()
+        sent: dict[int, int] = {}
         try:
             while (index := await answer.next_change()) is not None:
                 response = answer.responses[index]
-                if index in ended or response.error is not None:
-                    continue
-                if response.finished:
+                count, finished = response.num_ready, response.finished
+                if index in ended or response.error is not None or (sent.get(index) == count and not finished):
+                    continue  # a slow reader catches up with one chunk
+                sent[index] = count
+                if finished:
                     ended.add(index)
                 yield _event(({"index": index} if as_list else {}) | response.chunk())
             if answer.error is not None:
@@ -192,6 +203,7 @@ class EngineService:
 
     def _close(self, answer: Answer) -> None:
         """Forgets the call; what the core still works on for it is aborted."""
+        self._open.discard(answer)
         for rid in answer.unfinished:
             self.core.control("abort_request", rid=rid, abort_all=False)
         for response in answer.responses:
@@ -243,7 +255,14 @@ class EngineService:
     async def health_generate(self, body: messages.EmptyBody, request: Request) -> Response:
         if self.core.status()["state"] == "running":
             params = messages.SamplingBody(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-            await self.generate(messages.GenerateBody(input_ids=[0], sampling_params=params), request)
+            try:
+                async with asyncio.timeout(HEALTH_GENERATE_SECONDS):
+                    await self.generate(messages.GenerateBody(input_ids=[0], sampling_params=params), request)
+            except TimeoutError as error:
+                raise EngineUnreachable(
+                    f"{self.name} generated no token within {HEALTH_GENERATE_SECONDS:g} s",
+                    remedy="see the engine's log; restart it if it stays so",
+                ) from error
         return await self.health(body, request)
 
     async def model_info(self, body: messages.EmptyBody, _: Request) -> Response:
