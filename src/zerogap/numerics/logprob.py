@@ -30,7 +30,12 @@ def full_logprobs(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
 
 def token_logprobs(logits_MV: Tensor, token_ids_M: Tensor, temperature: float | Tensor) -> Tensor:
     """Log-probability (nats, fp32) of one token per row. Differentiable."""
-    return full_logprobs(logits_MV, temperature).gather(-1, token_ids_M.unsqueeze(-1)).squeeze(-1)
+    return of_tokens(full_logprobs(logits_MV, temperature), token_ids_M)
+
+
+def of_tokens(logprobs_MV: Tensor, token_ids_M: Tensor) -> Tensor:
+    """One token per row of full log-probabilities."""
+    return logprobs_MV.gather(-1, token_ids_M.unsqueeze(-1)).squeeze(-1)
 
 
 def entropies(logprobs_MV: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,7 +33,8 @@ class GapMeter:
         gap_M = (trainer_M - rollout_M).abs().double()
         self.num_tokens += gap_M.numel()
         self._sum += gap_M.sum().item()
-        self._max = max(self._max, gap_M.max().item())
+        largest = gap_M.max().item()
+        self._max = largest if math.isnan(largest) else max(largest, self._max)  # a nan stays: max(nan, x) is nan
         log_ratio_M = (trainer_M - rollout_M).double()
         self._kl_sum += (log_ratio_M.exp() - 1 - log_ratio_M).sum().item()
         differs = (~(trainer_M == rollout_M)).nonzero()

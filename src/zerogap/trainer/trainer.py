@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from zerogap import metrics
 from zerogap.config.schema import TrainerSettings
-from zerogap.errors import ConfigError, NonFiniteLoss
+from zerogap.errors import NonFiniteLoss
 from zerogap.model.decoder import Decoder
 from zerogap.numerics.attention import tree_attend
-from zerogap.numerics.logprob import token_logprobs
+from zerogap.numerics.logprob import entropies, full_logprobs, of_tokens
+from zerogap.trainer.losses.kl import kl_terms
 from zerogap.trainer.losses.policy import clipped_policy_terms, token_weights
-from zerogap.trainer.optim import learning_rate, make_optimizer
+from zerogap.trainer.offload import OffloadReport, give_back, keep_freed_pages
+from zerogap.trainer.optim import MasterAdamW, learning_rate
 from zerogap.trainer.packing import PackedGroups, pack_groups
 from zerogap.trainer.parity import GapMeter, spread_choice
 from zerogap.types import PromptGroup, Sample, SampleBatch
 
-Chosen = tuple[PromptGroup, list[Sample]]
+Chosen = tuple[PromptGroup, list[Sample], list[float]]
+"""A group, the samples of it that are used, and their advantages (empty where they are only scored)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +43,61 @@ class _Sums:
     """Sums over the trained tokens of all micro-batches."""
 
     def __init__(self) -> None:
-        self.loss = self.clipped = self.log_ratio = self.weight = self.weight_squared = 0.0
+        self.policy_loss = self.kl_loss = self.entropy = 0.0
+        self.clipped = self.log_ratio = self.weight = self.weight_squared = 0.0
         self.tokens = 0
 
 
 class Trainer:
-    """Owns the fp32 weights and the optimizer. `num_steps` and `max_new_tokens` are the run's."""
+    """Owns the fp32 master weights and the optimizer. `num_steps` and `max_new_tokens` are the run's.
+
+    `reference` is what the KL term pulls to. Without one, and with a KL weight, it is a copy of the decoder as it is
+    given here: load a checkpoint afterwards, so that a resumed run keeps its reference.
+    """
 
     def __init__(
-        self, decoder: Decoder, settings: TrainerSettings, *, num_steps: int, max_new_tokens: int, on_gap: str = "stop"
+        self,
+        decoder: Decoder,
+        settings: TrainerSettings,
+        *,
+        num_steps: int,
+        max_new_tokens: int,
+        on_gap: str = "stop",
+        reference: Decoder | None = None,
     ) -> None:
-        if decoder.dtype != torch.float32:
-            raise ConfigError(
-                f"the trainer keeps fp32 weights, the decoder was made as {decoder.dtype}",
-                remedy="set model.dtype=float32",
-            )
-        if settings.kl_weight:
-            raise ConfigError("trainer.kl_weight is set", remedy="the KL term is not connected yet: set it to 0")
         self.decoder, self.settings = decoder, settings
         self.num_steps, self.max_new_tokens, self.on_gap = num_steps, max_new_tokens, on_gap
-        self.optimizer = make_optimizer(decoder.parameters(), settings)
+        self.optimizer = MasterAdamW(decoder.named_parameters(), settings)
+        self._reference = (reference or _frozen_copy(decoder)) if settings.kl_weight else None
 
     def train_step(self, batch: SampleBatch) -> TrainStats:
         """One optimizer step. Raises ParityError or NonFiniteLoss before any weight has changed."""
-        trained, untrained = _split(batch)
+        trained, untrained = _split(batch, keep_all=self.settings.kl_weight > 0)
         meter = GapMeter(batch.step, self.on_gap)
+        self.optimizer.drop_gradients()
         self._score(untrained, batch, meter)
-        self.optimizer.zero_grad(set_to_none=True)
         sums = _Sums()
-        advantages = {id(s): a for g, row in zip(batch.groups, batch.advantages, strict=True)
-                      for s, a in zip(g.samples, row, strict=True)}  # fmt: skip
-        lengths = [len(s.response_ids) for _, samples in trained for s in samples]
-        weight_of = token_weights(lengths, self.settings.loss_normaliser, max_new_tokens=self.max_new_tokens)
-        weights = iter(weight_of)
-        for packed in self._micro_batches(trained):
-            advantage_M = _per_token([float(advantages[id(s)] or 0.0) for s in packed.samples], packed)
+        lengths = [len(s.response_ids) for _, samples, _ in trained for s in samples]
+        weights = iter(token_weights(lengths, self.settings.loss_normaliser, max_new_tokens=self.max_new_tokens))
+        for chosen in self._micro_batches(trained):
+            packed = _pack(chosen)
+            advantage_M = _per_token([a for _, _, row in chosen for a in row], packed)
             weight_M = _per_token([next(weights) for _ in packed.samples], packed)
             self._accumulate(packed, batch.temperature, advantage_M, weight_M, meter, sums)
-        norm, rate = self._update(batch.step, sums) if sums.tokens else (0.0, learning_rate_of(self, batch.step))
-        return TrainStats(_metrics(sums, meter, norm, rate, len(lengths)))
+        rate = learning_rate(batch.step, self.num_steps, self.settings)
+        norm = self._update(batch.step, rate, sums) if sums.tokens else 0.0
+        out = {metrics.LR: rate, metrics.GRAD_NORM: norm, metrics.NUM_TRAINED: float(len(lengths))}
+        if lengths:
+            out[metrics.ADVANTAGES] = fmean(a for _, _, row in trained for a in row)
+        return TrainStats({**out, **meter.report(), **self._loss_metrics(sums)})
+
+    def onload(self) -> None:
+        """Begins the trainer's turn on a shared device. On a CPU its weights and moments never left."""
+        keep_freed_pages()
+
+    def offload(self) -> OffloadReport:
+        """Ends the turn: gradients and unused pages go back to the system."""
+        return give_back(self.optimizer.drop_gradients)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """What a refit sends: Hugging Face names and views of the current weights."""
@@ -85,25 +105,23 @@ class Trainer:
 
     def scores(self, packed: PackedGroups, temperature: float) -> Tensor:
         """The trainer's logprob of every response token, differentiable where gradients are on."""
-        attend = tree_attend(packed.plan, self.decoder.attention_scale)
-        hidden_NC = self.decoder(packed.ids_N, packed.plan.positions_N, attend)
-        logits_MV = self.decoder.logits(hidden_NC.index_select(0, packed.source_rows_M))
-        return token_logprobs(logits_MV, packed.targets_M, temperature)
+        return of_tokens(_full_logprobs(self.decoder, packed, temperature), packed.targets_M)
 
     def _score(self, untrained: Sequence[Chosen], batch: SampleBatch, meter: GapMeter) -> None:
-        flat = [(g, s) for g, samples in untrained for s in samples]
-        chosen: dict[int, Chosen] = {}
+        flat = [(g, s) for g, samples, _ in untrained for s in samples]
+        scored: dict[int, Chosen] = {}
         for i in spread_choice(len(flat), self.settings.score_share, batch.step):
             group, sample = flat[i]
-            chosen.setdefault(id(group), (group, []))[1].append(sample)
+            scored.setdefault(id(group), (group, [], []))[1].append(sample)
         with torch.no_grad():
-            for packed in self._micro_batches(list(chosen.values())):
+            for chosen in self._micro_batches(list(scored.values())):
+                packed = _pack(chosen)
                 meter.add(packed, self.scores(packed, batch.temperature))
 
-    def _micro_batches(self, chosen: Sequence[Chosen]) -> Iterator[PackedGroups]:
+    def _micro_batches(self, chosen: Sequence[Chosen]) -> Iterator[Sequence[Chosen]]:
         size = self.settings.micro_batch_groups
         for start in range(0, len(chosen), size):
-            yield pack_groups(chosen[start : start + size])
+            yield chosen[start : start + size]
 
     def _accumulate(
         self,
@@ -114,68 +132,101 @@ class Trainer:
         meter: GapMeter,
         sums: _Sums,
     ) -> None:
-        new_M = self.scores(packed, temperature)
+        logprobs_MV = _full_logprobs(self.decoder, packed, temperature)
+        new_M = of_tokens(logprobs_MV, packed.targets_M)
         meter.add(packed, new_M.detach())
         s = self.settings
         terms = clipped_policy_terms(
             new_M, packed.rollout_logprobs_M, advantage_M, clip_low=s.clip_low, clip_high=s.clip_high
         )
-        loss = (terms.loss_M * weight_M).sum()
+        loss = policy_loss = (terms.loss_M * weight_M).sum()
+        if self._reference is not None:
+            kl_loss = (kl_terms(new_M, self._reference_scores(packed, temperature), s.kl_kind) * weight_M).sum()
+            loss = policy_loss + s.kl_weight * kl_loss
+            sums.kl_loss += kl_loss.item()
+        with torch.no_grad():
+            sums.entropy += entropies(logprobs_MV).double().sum().item()
         loss.backward()
-        sums.loss += loss.item()
+        self.optimizer.collect_gradients()
+        sums.policy_loss += policy_loss.item()
         sums.tokens += len(weight_M)
         sums.clipped += terms.clipped_M.sum().item()
         sums.log_ratio += (packed.rollout_logprobs_M - new_M.detach()).double().sum().item()
         sums.weight += terms.ratio_M.double().sum().item()
         sums.weight_squared += terms.ratio_M.double().square().sum().item()
 
-    def _update(self, step: int, sums: _Sums) -> tuple[float, float]:
-        norm = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), self.settings.clip_grad_norm).item()
-        if not (math.isfinite(sums.loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+    @torch.no_grad()
+    def _reference_scores(self, packed: PackedGroups, temperature: float) -> Tensor:
+        assert self._reference is not None
+        return of_tokens(_full_logprobs(self._reference, packed, temperature), packed.targets_M)
+
+    def _update(self, step: int, rate: float, sums: _Sums) -> float:
+        """The gradient's norm. Nothing has changed if it raises."""
+        norm = self.optimizer.clip_gradients(self.settings.clip_grad_norm)
+        loss = self._loss(sums)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.drop_gradients()
             raise NonFiniteLoss(
-                f"step {step}: loss {sums.loss}, gradient norm {norm}",
+                f"step {step}: loss {loss}, gradient norm {norm}",
                 remedy="lower trainer.lr, or resume from the last checkpoint; the weights were not changed",
             )
-        rate = learning_rate_of(self, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, rate
+        self.optimizer.step(rate)
+        self.optimizer.drop_gradients()
+        return norm
+
+    def _loss(self, sums: _Sums) -> float:
+        return sums.policy_loss + self.settings.kl_weight * sums.kl_loss
+
+    def _loss_metrics(self, sums: _Sums) -> dict[str, float]:
+        if not sums.tokens:
+            return {}
+        kl = {} if self._reference is None else {metrics.KL_LOSS: sums.kl_loss}
+        return kl | {
+            metrics.LOSS: self._loss(sums),
+            metrics.PG_LOSS: sums.policy_loss,
+            metrics.ENTROPY: sums.entropy / sums.tokens,
+            metrics.PPO_KL: sums.log_ratio / sums.tokens,
+            metrics.PG_CLIPFRAC: sums.clipped / sums.tokens,
+            metrics.ESS_RATIO: sums.weight**2 / (sums.weight_squared * sums.tokens),
+        }
 
 
-def learning_rate_of(trainer: Trainer, step: int) -> float:
-    return learning_rate(step, trainer.num_steps, trainer.settings)
+def _full_logprobs(decoder: Decoder, packed: PackedGroups, temperature: float) -> Tensor:
+    """Log-probabilities over the vocabulary at every scored position; only those rows reach the head."""
+    attend = tree_attend(packed.plan, decoder.attention_scale)
+    hidden_NC = decoder(packed.ids_N, packed.plan.positions_N, attend)
+    return full_logprobs(decoder.logits(hidden_NC.index_select(0, packed.source_rows_M)), temperature)
 
 
-def _split(batch: SampleBatch) -> tuple[list[Chosen], list[Chosen]]:
-    """Samples with an advantage that is not 0 are trained on; the others may be scored."""
-    trained, untrained = [], []
+def _frozen_copy(decoder: Decoder) -> Decoder:
+    copy = Decoder(decoder.config, dtype=decoder.dtype)
+    own = decoder.hf_tensors()
+    for name, view in copy.hf_tensors().items():
+        view.copy_(own[name])
+    return copy
+
+
+def _pack(chosen: Sequence[Chosen]) -> PackedGroups:
+    return pack_groups([(group, samples) for group, samples, _ in chosen])
+
+
+def _split(batch: SampleBatch, *, keep_all: bool) -> tuple[list[Chosen], list[Chosen]]:
+    """(trained, untrained), group by group. Groups without an advantage that is not 0 carry no signal and are left out,
+    unless another term of the loss moves them (`keep_all`). Samples without a reward are never trained on.
+    """
+    trained: list[Chosen] = []
+    untrained: list[Chosen] = []
     for group, row in zip(batch.groups, batch.advantages, strict=True):
         full = [(s, a) for s, a in zip(group.samples, row, strict=True) if s.response_ids]
-        signal = any(a for _, a in full)
-        moved = [s for s, a in full if signal and a is not None]
+        signal = keep_all or any(a for _, a in full)
+        moved = [(s, a) for s, a in full if signal and a is not None]
         rest = [s for s, a in full if not signal or a is None]
         if moved:
-            trained.append((group, moved))
+            trained.append((group, [s for s, _ in moved], [a for _, a in moved]))
         if rest:
-            untrained.append((group, rest))
+            untrained.append((group, rest, []))
     return trained, untrained
 
 
 def _per_token(values: Sequence[float], packed: PackedGroups) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(packed.lengths))
-
-
-def _metrics(sums: _Sums, meter: GapMeter, norm: float, rate: float, num_trained: int) -> dict[str, float]:
-    out = {metrics.LR: rate, metrics.NUM_TRAINED: float(num_trained), metrics.GRAD_NORM: norm, **meter.report()}
-    if sums.tokens:
-        out |= {
-            metrics.LOSS: sums.loss,
-            metrics.PG_LOSS: sums.loss,
-            metrics.PPO_KL: sums.log_ratio / sums.tokens,
-            metrics.PG_CLIPFRAC: sums.clipped / sums.tokens,
-            metrics.ESS_RATIO: sums.weight**2 / (sums.weight_squared * sums.tokens),
-        }
-    return out

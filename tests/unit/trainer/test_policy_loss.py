@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from zerogap.trainer.losses.policy import clipped_policy_terms, kl_terms, token_weights
+from zerogap.trainer.losses.kl import kl_terms
+from zerogap.trainer.losses.policy import clipped_policy_terms, token_weights
 
 
 def terms(ratio, advantage):

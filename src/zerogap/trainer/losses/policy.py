@@ -33,19 +33,6 @@ def clipped_policy_terms(
     return PolicyTerms(torch.maximum(free_M, held_M), ratio_M.detach(), held_M.detach() > free_M.detach())
 
 
-def kl_terms(new_M: Tensor, reference_M: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy, reference), differentiable: k1, k2 or k3 (Schulman 2020).
-
-    k1's gradient through the sample is that of the logprob itself; k2 and k3 pull towards the reference.
-    """
-    r_M = new_M - reference_M
-    if kind == "k1":
-        return r_M
-    if kind == "k2":
-        return r_M.square() / 2
-    return (-r_M).clamp(max=_MAX_LOG_RATIO).exp() - 1 + r_M
-
-
 def token_weights(lengths: list[int], normaliser: str, *, max_new_tokens: int) -> list[float]:
     """The weight of every token of each trained response of the whole batch; the loss is the weighted sum.
 
