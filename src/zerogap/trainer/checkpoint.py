@@ -54,12 +54,13 @@ def save(root: Path, trainer: Trainer, progress: Progress, *, copy_from: Path | 
     final = root / f"step-{progress.num_steps_done:06d}"
     partial = root / f".{final.name}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_leftovers(root)
         (partial / _STATE).parent.mkdir(parents=True)
         config = trainer.decoder.config.to_hf(str(trainer.decoder.dtype).removeprefix("torch."))
         save_model(partial, trainer.hf_tensors(), config, copy_from=copy_from)
         save_file(trainer.optimizer.state(), partial / _OPTIMIZER)
         (partial / _STATE).write_text(json.dumps(_state(progress)), encoding="utf-8")
+        shutil.copymode(partial / _STATE, partial / _OPTIMIZER)  # safetensors makes files for their owner only
         for path in (partial / _OPTIMIZER, partial / _STATE, (partial / _STATE).parent, partial):
             _sync(path)
         _put_in_place(partial, final)
@@ -133,12 +134,22 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 def _put_in_place(partial: Path, final: Path) -> None:
     """A checkpoint of the same step (written again after a resume) is set aside first, never mixed with the new one."""
     aside = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
         final.rename(aside)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
     _sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What a run that died while saving left behind; a run folder has one writer."""
+    for path in root.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

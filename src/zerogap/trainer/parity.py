@@ -34,7 +34,7 @@ class GapMeter:
         self.num_tokens += gap_M.numel()
         self._sum += gap_M.sum().item()
         largest = gap_M.max().item()
-        self._max = largest if math.isnan(largest) else max(largest, self._max)  # a nan stays: max(nan, x) is nan
+        self._max = largest if math.isnan(largest) else max(self._max, largest)  # max keeps a nan that comes first
         log_ratio_M = (trainer_M - rollout_M).double()
         self._kl_sum += (log_ratio_M.exp() - 1 - log_ratio_M).sum().item()
         differs = (~(trainer_M == rollout_M)).nonzero()

@@ -51,6 +51,22 @@ def test_kl_has_a_gradient_and_is_zero_at_the_reference(kind):
     assert (kl_terms(new.detach(), new.detach(), kind) == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2"])
+def test_the_gradient_of_k1_and_k2_is_that_of_the_divergence(kind):
+    """Summed over the vocabulary with its own probabilities, so an exact expectation; k1 as such would give 0."""
+    logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    policy = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    (got,) = torch.autograd.grad((policy.detach().exp() * kl_terms(policy, reference, kind)).sum(), logits)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("k1", 1.0), ("k2", 0.5), ("k3", math.exp(-1))])
+def test_kl_values_are_the_formulas(kind, value):
+    assert kl_terms(torch.tensor([-1.0]), torch.tensor([-2.0]), kind).item() == pytest.approx(value)
+
+
 def test_weights_of_each_normaliser_sum_to_one_over_what_they_normalise():
     lengths = [2, 4, 8, 16]
     token = token_weights(lengths, "token_mean", max_new_tokens=16)

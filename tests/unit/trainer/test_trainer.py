@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from support.scoring import random_ids, score_paged
@@ -13,9 +15,12 @@ from support.tiny import tiny_decoder
 from zerogap import metrics
 from zerogap.config.schema import TrainerSettings
 from zerogap.errors import NonFiniteLoss, ParityError
+from zerogap.numerics.attention import tree_attend
 from zerogap.rollout.advantage import make_batch
 from zerogap.trainer.optim import learning_rate
-from zerogap.trainer.parity import spread_choice
+from zerogap.trainer.packing import pack_groups
+from zerogap.trainer.parity import GapMeter, spread_choice
+from zerogap.trainer.publish import published_weights
 from zerogap.trainer.trainer import Trainer
 from zerogap.types import FinishReason, Prompt, PromptGroup, Sample
 
@@ -131,6 +136,134 @@ def test_a_batch_without_signal_trains_nothing_but_is_compared():
     assert out[metrics.NUM_TRAINED] == out[metrics.GRAD_NORM] == 0.0
     assert out[metrics.GAP_TOKENS] > 0
     assert torch.equal(decoder.embedding, before)
+
+
+def test_a_score_that_is_no_number_shows_in_every_gap_metric():
+    """A10: the largest gap must not look healthy because a comparison with nan is false."""
+    decoder = tiny_decoder()
+    packed = pack_groups([(g, g.samples) for g in make_groups(decoder, num_groups=2)])
+    meter = GapMeter(1, "warn")
+    scores = packed.rollout_logprobs_M.clone()
+    scores[3] = float("nan")
+    meter.add(packed, scores)
+    meter.add(packed, packed.rollout_logprobs_M)
+    assert all(math.isnan(meter.report()[name]) for name in (metrics.GAP, metrics.GAP_MAX, metrics.ROLLOUT_KL))
+
+
+def kl_step(decoder, groups, *, reference=None, **options):
+    settings = TrainerSettings(kl_weight=1.0, lr=1e-2, warmup_steps=0, **options)
+    trainer = Trainer(decoder, settings, num_steps=10, max_new_tokens=16, reference=reference)
+    return trainer, trainer.train_step(make_batch(1, 1.0, groups, "group_norm")).metrics
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_kl_term_alone_pulls_back_to_the_reference(kind):
+    """H8: every advantage is 0 and the weights still move, so that the next KL is smaller."""
+    decoder, reference = tiny_decoder(), tiny_decoder()
+    with torch.no_grad():
+        decoder.norm.mul_(1.2)
+    groups = make_groups(decoder, zero_spread=range(5))
+    trainer, out = kl_step(decoder, groups, reference=reference, kl_kind=kind)
+    assert out[metrics.PG_LOSS] == 0.0
+    assert out[metrics.LOSS] == out[metrics.KL_LOSS] != 0.0
+    assert out[metrics.GRAD_NORM] > 0
+    assert out[metrics.NUM_TRAINED] == 20
+
+    def distance():
+        packed = pack_groups([(g, g.samples) for g in groups])
+        probe = Trainer(reference, TrainerSettings(), num_steps=1, max_new_tokens=16)
+        with torch.no_grad():
+            return (trainer.scores(packed, 1.0) - probe.scores(packed, 1.0)).abs().mean().item()
+
+    before = distance()
+    for step in range(2, 8):
+        trainer.on_gap = "warn"
+        trainer.train_step(make_batch(step, 1.0, groups, "group_norm"))
+    assert distance() < before
+
+
+def test_without_a_reference_the_kl_term_starts_at_zero_and_its_weights_never_move():
+    decoder = tiny_decoder()
+    groups = make_groups(decoder)
+    trainer, out = kl_step(decoder, groups)
+    assert out[metrics.KL_LOSS] == 0.0
+    trainer.on_gap = "warn"
+    assert trainer.train_step(make_batch(2, 1.0, groups, "group_norm")).metrics[metrics.KL_LOSS] > 0.0
+
+
+def test_the_kl_term_does_not_depend_on_the_split():
+    """H4, for the KL term."""
+    results = []
+    for size in (1, 5):
+        decoder = tiny_decoder()
+        with torch.no_grad():
+            decoder.norm.mul_(1.2)
+        _, out = kl_step(decoder, make_groups(decoder), reference=tiny_decoder(), micro_batch_groups=size)
+        results.append((out[metrics.KL_LOSS], out[metrics.LOSS], out[metrics.GRAD_NORM]))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_entropy_is_that_of_the_scaled_distribution(temperature):
+    """A5: at T=0.5 it is the entropy of softmax(logits / 0.5), over the trained tokens."""
+    _, groups, out = run_step(temperature)
+    decoder = tiny_decoder()
+    packed = pack_groups([(g, g.samples) for g in groups[:4]])
+    hidden = decoder(packed.ids_N, packed.plan.positions_N, tree_attend(packed.plan, decoder.attention_scale))
+    logits = decoder.logits(hidden[packed.source_rows_M]).double()
+    expected = torch.distributions.Categorical(logits=logits / temperature).entropy().mean().item()
+    assert out[metrics.ENTROPY] == pytest.approx(expected, rel=1e-5)
+
+
+def test_bf16_parameters_have_fp32_masters_that_keep_what_bf16_would_round_away():
+    """A step far below half a bf16 spacing is not lost: the masters move, and so do the parameters in the end."""
+    decoder = tiny_decoder(dtype=torch.bfloat16)
+    groups = make_groups(decoder)
+    before = decoder.embedding.detach().clone()
+    settings = TrainerSettings(lr=1e-5, warmup_steps=0, schedule="constant", micro_batch_groups=2)
+    trainer = Trainer(decoder, settings, num_steps=10, max_new_tokens=16)
+    out = trainer.train_step(make_batch(0, 1.0, groups, "group_norm")).metrics
+    assert out[metrics.GAP_MAX] == 0.0
+    master = trainer.optimizer.state()["master/embedding"]
+    moved = (master != before.float()).float().mean()
+    assert master.dtype == torch.float32
+    assert moved > 0.5 > (decoder.embedding != before).float().mean()
+    assert torch.equal(decoder.embedding, master.bfloat16())
+
+
+def test_the_split_does_not_change_the_gradient_of_bf16_parameters():
+    """H4: micro-batches add up in fp32, so only the rounding of each backward is left."""
+    norms = []
+    for size in (1, 5):
+        decoder = tiny_decoder(dtype=torch.bfloat16)
+        trainer = Trainer(decoder, TrainerSettings(micro_batch_groups=size), num_steps=10, max_new_tokens=16)
+        norms.append(trainer.train_step(make_batch(0, 1.0, make_groups(decoder), "group_norm")).metrics)
+    assert norms[0][metrics.GRAD_NORM] == pytest.approx(norms[1][metrics.GRAD_NORM], rel=1e-2)
+
+
+def test_published_weights_are_the_live_ones_in_the_engines_dtype():
+    trainer, _, _ = run_step()
+    own = published_weights(trainer.hf_tensors(), torch.float32)
+    rounded = published_weights(trainer.hf_tensors(), torch.bfloat16)
+    assert all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in trainer.hf_tensors().items())
+    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in own.items())
+
+
+def test_offload_gives_back_gradients_and_pages_and_measures_it():
+    """The freed bytes are the process's own, whatever the allocator kept during the turn."""
+    decoder = tiny_decoder()
+    trainer = Trainer(decoder, TrainerSettings(), num_steps=10, max_new_tokens=16)
+    trainer.onload()
+    size = 64 << 20
+    decoder.embedding.grad = torch.ones_like(decoder.embedding)
+    activations = [torch.ones(size // 4)]
+    resident = psutil.Process().memory_info().rss
+    activations.clear()
+    report = trainer.offload()
+    assert report.gradient_bytes == decoder.embedding.nbytes
+    assert decoder.embedding.grad is None
+    assert resident - report.resident_bytes > 0.9 * size
+    assert trainer.offload().gradient_bytes == 0
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
