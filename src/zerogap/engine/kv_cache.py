@@ -1,8 +1,9 @@
 """The only place that says which block of the KV cache belongs to whom, and which hold a prefix that can be shared.
 
-A full block is named by the weight version and every token from position 0 to its end, so a block of older weights or
-of another prefix can never be found. Blocks that nobody uses stay findable until their memory is needed, oldest first.
-Block 0 is never handed out: it pads block tables.
+A full block is named by its weights (`salt`) and every token from position 0 to its end, so a block of older weights or
+of another prefix can never be found. It is named when its computation is planned: whoever finds it then reads it in the
+same forward, which writes all keys and values of a layer before it reads any. Blocks that nobody uses stay findable
+until their memory is needed, oldest first. Block 0 is never handed out: it pads block tables.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from collections.abc import Sequence
 import xxhash
 
 
-def block_keys(tokens: Sequence[int], block_size: int, version: int) -> list[bytes]:
-    """The name of each full block of `tokens`: a chain, so that each name stands for the whole prefix."""
-    keys, parent = [], struct.pack("<q", version)
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        part = tokens[start : start + block_size]
-        parent = xxhash.xxh3_128_digest(parent + struct.pack(f"<{block_size}q", *part))
-        keys.append(parent)
-    return keys
+def extend_names(names: list[bytes], tokens: Sequence[int], count: int, block_size: int, salt: bytes) -> None:
+    """Appends the names of full blocks of `tokens` up to `count` of them: a chain, each stands for its whole prefix."""
+    for block in range(len(names), count):
+        part = tokens[block * block_size : (block + 1) * block_size]
+        parent = names[-1] if names else salt
+        names.append(xxhash.xxh3_128_digest(parent + struct.pack(f"<{block_size}q", *part)))
 
 
 class BlockPool:
@@ -31,9 +30,10 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = list(range(num_blocks - 1, 0, -1))
         self._users = [0] * num_blocks
-        self._key_of: dict[int, bytes] = {}
+        self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._dirty: list[int] = []
 
     @property
     def num_available(self) -> int:
@@ -46,18 +46,15 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._idle.popitem(last=False)
-            del self._block_of[self._key_of.pop(block)]
+            self._forget(block)
         self._users[block] = 1
         return block
 
-    def match(self, tokens: Sequence[int], version: int) -> list[int]:
-        """Blocks that hold the longest cached prefix of `tokens`, now used once more by the caller.
-
-        The last token is never matched: it has to be computed to give logits.
-        """
+    def match(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest findable prefix, now used once more by the caller."""
         found = []
-        for key in block_keys(tokens[:-1], self.block_size, version):
-            block = self._block_of.get(key)
+        for name in names:
+            block = self._block_of.get(name)
             if block is None:
                 break
             self._users[block] += 1
@@ -65,25 +62,43 @@ class BlockPool:
             found.append(block)
         return found
 
-    def publish(self, blocks: Sequence[int], tokens: Sequence[int], version: int) -> None:
-        """Makes the full blocks of computed `tokens` findable. A prefix that is findable already keeps its block."""
-        for block, key in zip(blocks, block_keys(tokens, self.block_size, version), strict=False):
-            if key not in self._block_of and block not in self._key_of:
-                self._block_of[key], self._key_of[block] = block, key
+    def publish(self, block: int, name: bytes) -> None:
+        """Makes a full block findable. A prefix that is findable already keeps its block."""
+        if name not in self._block_of and block not in self._name_of:
+            self._block_of[name], self._name_of[block] = block, name
 
     def release(self, blocks: Sequence[int]) -> None:
         """Ends one use of each block. The last blocks of a prefix become reusable before its first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
-                if block in self._key_of:
+                if block in self._name_of:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
+
+    def discard(self, blocks: Sequence[int]) -> None:
+        """Ends one use of blocks whose contents may not be finite: nobody finds them, and `take_dirty` names them."""
+        for block in blocks:
+            self._forget(block)
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free.append(block)
+                self._dirty.append(block)
+
+    def take_dirty(self) -> list[int]:
+        """Blocks to overwrite before the next forward: a masked key that is not finite would still spoil its row."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
 
     def flush(self) -> None:
         """Forgets every prefix. Blocks in use stay with their users."""
         self._free += self._idle
         self._idle.clear()
-        self._key_of.clear()
+        self._name_of.clear()
         self._block_of.clear()
+
+    def _forget(self, block: int) -> None:
+        name = self._name_of.pop(block, None)
+        if name is not None:
+            del self._block_of[name]

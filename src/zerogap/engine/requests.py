@@ -9,6 +9,9 @@ from zerogap.errors import ConfigError, ZerogapError
 from zerogap.numerics.sampling import SamplingRow
 from zerogap.types import FinishReason
 
+MIN_TEMPERATURE = 1e-6
+"""Below it a draw is greedy, as in SGLang."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -74,7 +77,8 @@ class Sequence:
     """One response in the making. Tokens, logprobs and versions grow together, in `append` alone.
 
     `num_computed` counts the leading tokens whose keys and values are in the cache; a retract sets it to 0 and keeps
-    the rest.
+    the rest. `names` are those of its full blocks under `salt`, `num_named` of its present blocks have one. `proven`
+    says that a finite logprob came out of all that was computed so far.
     """
 
     rid: str
@@ -85,10 +89,15 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    salt: bytes = b""
+    num_named: int = 0
     num_computed: int = 0
     num_cached: int = 0
     num_retractions: int = 0
+    proven: bool = True
     finish_reason: FinishReason | None = None
+    error: ZerogapError | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -99,18 +108,28 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt_ids)
+        return len(self.logprobs)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the next token may be a stop token, which does not count towards `min_new_tokens` (as in SGLang)."""
+        return len(self.logprobs) >= self.params.min_new_tokens
 
     @property
     def sampling_row(self) -> SamplingRow:
         p = self.params
-        return SamplingRow(p.temperature, p.top_p, p.top_k, p.min_p, p.seed, self.num_output)
+        temperature = p.temperature if p.temperature >= MIN_TEMPERATURE else 0.0
+        return SamplingRow(temperature, p.top_p, p.top_k, p.min_p, p.seed, len(self.logprobs))
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token in self.stop_ids and self.num_output >= self.params.min_new_tokens:
+        if token in self.stop_ids:
             self.finish_reason = FinishReason.STOP
-        elif self.num_output >= self.params.max_new_tokens:
+        elif len(self.logprobs) >= self.params.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH

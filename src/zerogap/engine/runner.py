@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence as ListLike
 
 import torch
 
 from zerogap.engine.kv_cache import BlockPool
 from zerogap.engine.requests import Sequence
-from zerogap.engine.scheduler import Scheduler, Work
+from zerogap.engine.scheduler import Scheduler
 from zerogap.errors import RolloutError
 from zerogap.model.decoder import Decoder
+from zerogap.model.layers import Allocate
 from zerogap.numerics.attention import PagedKV, PagedLayout, paged_attend
-from zerogap.numerics.sampling import sample
+from zerogap.numerics.logprob import token_logprobs
+from zerogap.numerics.sampling import SamplingRow, sample
 
 BLOCK_SIZE = 16
 
 
 class Runner:
-    """A decoder with its paged cache and scheduler. `weight_version` labels the tokens that are sampled."""
+    """A decoder with its paged cache and scheduler. `weight_version` labels the tokens that are sampled.
 
-    def __init__(self, decoder: Decoder, *, num_kv_tokens: int, max_running: int, prefill_tokens: int) -> None:
+    Call `weights_changed` after every change of a weight: what was computed from the old ones is never found again.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_kv_tokens: int,
+        max_running: int,
+        prefill_tokens: int,
+        allocate: Allocate = torch.zeros,
+    ) -> None:
         config = decoder.config
         num_blocks = -(-num_kv_tokens // BLOCK_SIZE) + 1
-        self.decoder, self.weight_version = decoder, 0
+        self.decoder, self.weight_version, self._num_changes = decoder, 0, 0
         self.kv = PagedKV(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
@@ -32,15 +46,20 @@ class Runner:
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             dtype=decoder.dtype,
+            allocate=allocate,
         )
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(pool, max_running=max_running, prefill_tokens=prefill_tokens)
 
+    def weights_changed(self) -> None:
+        self._num_changes += 1
+        self.scheduler.pool.flush()
+
     @torch.no_grad()
     def step(self) -> list[Sequence]:
-        """One engine step; returns the sequences that ended in it. Raises RolloutError naming a request whose logits
-        were not finite."""
-        work = self.scheduler.plan(self.weight_version)
+        """One engine step; returns the sequences that got a token in it, or an error. Those that ended are gone."""
+        work = self.scheduler.plan(struct.pack("<qq", self.weight_version, self._num_changes))
+        self._scrub(self.scheduler.pool.take_dirty())
         if not work:
             return []
         layout = PagedLayout.build(
@@ -49,30 +68,49 @@ class Runner:
         ids = [t for w in work for t in w.sequence.tokens[w.start : w.start + w.count]]
         attend = paged_attend(self.kv, layout, self.decoder.attention_scale)
         hidden_NC = self.decoder(torch.tensor(ids), layout.positions_N, attend)
-        ends, row = [], -1
+        sampling, rows, row = [], [], -1
         for w in work:
-            self.scheduler.done(w, self.weight_version)
             row += w.count
             if w.samples:
-                ends.append((w, row))
-        return self._sample(ends, hidden_NC) if ends else []
+                sampling.append(w.sequence)
+                rows.append(row)
+        if sampling:
+            self._sample(sampling, self.decoder.logits(hidden_NC[rows]))
+        ended = [s for s in sampling if s.ended]
+        if ended:
+            self.scheduler.remove(ended)
+        return sampling
 
-    def _sample(self, ends: ListLike[tuple[Work, int]], hidden_NC: torch.Tensor) -> list[Sequence]:
-        logits_BV = self.decoder.logits(hidden_NC[[row for _, row in ends]])
-        for i, (work, _) in enumerate(ends):
-            sequence = work.sequence
-            if sequence.num_output + 1 < sequence.params.min_new_tokens:
-                logits_BV[i, list(sequence.stop_ids)] = -math.inf
-        tokens, logprobs, _ = sample(logits_BV, [w.sequence.sampling_row for w, _ in ends])
-        finished = []
-        for (work, _), token, logprob in zip(ends, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
-                raise RolloutError(
-                    f"request {work.sequence.rid}: logprob of sampled token {work.sequence.num_output} is {logprob}",
+    def _sample(self, sequences: ListLike[Sequence], logits_BV: torch.Tensor) -> None:
+        """Gives each sequence its next token, or an error that names it (case A10: never a stop, never a 0)."""
+        tokens_B, logprobs_B = _draw(logits_BV, [s.sampling_row for s in sequences], sequences)
+        for sequence, token, logprob in zip(sequences, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if math.isfinite(logprob):
+                sequence.proven = True
+                sequence.append(token, logprob, self.weight_version)
+            else:
+                sequence.error = RolloutError(
+                    f"request {sequence.rid}: logprob of sampled token {sequence.num_output} is {logprob}",
                     remedy="the weights or the logits are not finite; look at the last refit and the learning rate",
                 )
-            work.sequence.append(token, logprob, self.weight_version)
-            if work.sequence.finish_reason is not None:
-                self.scheduler.finish(work.sequence)
-                finished.append(work.sequence)
-        return finished
+
+    def _scrub(self, blocks: list[int]) -> None:
+        if blocks:
+            self.kv.keys[:, :, blocks] = 0
+            self.kv.values[:, :, blocks] = 0
+
+
+def _draw(
+    logits_BV: torch.Tensor, rows: list[SamplingRow], sequences: ListLike[Sequence]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logprobs. A sequence below its `min_new_tokens` draws no stop token, and as with top-p the logprob
+    is still that of the whole vocabulary, which is what the trainer computes."""
+    barred = [(i, list(s.stop_ids)) for i, s in enumerate(sequences) if s.stop_ids and not s.may_stop]
+    if not barred:
+        tokens_B, logprobs_B, _ = sample(logits_BV, rows)
+        return tokens_B, logprobs_B
+    allowed_BV = logits_BV.clone()
+    for i, stop_ids in barred:
+        allowed_BV[i, stop_ids] = -math.inf
+    tokens_B, _, _ = sample(allowed_BV, rows)
+    return tokens_B, token_logprobs(logits_BV, tokens_B, torch.tensor([r.temperature for r in rows]))

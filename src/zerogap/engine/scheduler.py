@@ -8,16 +8,15 @@ out the youngest is retracted: it keeps its tokens, logprobs and versions, and i
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from zerogap.engine.kv_cache import BlockPool
+from zerogap.engine.kv_cache import BlockPool, extend_names
 from zerogap.engine.requests import Sequence
 from zerogap.errors import ConfigError
-from zerogap.types import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Tokens `start .. start + count - 1` of one sequence are to be computed; `samples` if a new token follows."""
 
     sequence: Sequence
@@ -37,88 +36,122 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """Raises ConfigError for a sequence that could never fit, before it waits."""
-        longest = len(sequence.prompt_ids) + sequence.params.max_new_tokens
-        room = (self.pool.num_blocks - 1) * self.pool.block_size
-        if longest > room or not sequence.prompt_ids:
+    @property
+    def num_tokens(self) -> int:
+        """The longest sequence, prompt and response, that the cache can hold."""
+        return (self.pool.num_blocks - 1) * self.pool.block_size
+
+    def check(self, rid: str, num_prompt: int, max_new_tokens: int) -> None:
+        """Raises ConfigError for a request that could never fit. Any thread may ask."""
+        if num_prompt + max_new_tokens > self.num_tokens or not num_prompt:
             raise ConfigError(
-                f"request {sequence.rid}: {len(sequence.prompt_ids)} prompt tokens and "
-                f"{sequence.params.max_new_tokens} new ones, the cache holds {room}",
+                f"request {rid}: {num_prompt} prompt tokens and {max_new_tokens} new ones, the cache holds "
+                f"{self.num_tokens}",
                 remedy="give 1 or more prompt tokens, lower max_new_tokens, or raise engine.num_kv_tokens",
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises ConfigError for a sequence that could never fit, before it waits."""
+        self.check(sequence.rid, len(sequence.prompt_ids), sequence.params.max_new_tokens)
         self.waiting.append(sequence)
 
-    def plan(self, version: int) -> list[Work]:
-        """What to compute now, its blocks allocated. Empty only if there is nothing to do."""
-        budget, work = self.prefill_tokens, []
-        for sequence in list(self.running):
+    def plan(self, salt: bytes) -> list[Work]:
+        """What to compute now, its blocks allocated and named. Empty only if there is nothing to do.
+
+        `salt` stands for the present weights: blocks are shared among sequences of one salt only.
+        """
+        work: list[Work] = []
+        budget, index, before = self.prefill_tokens, 0, len(self.running)
+        while index < len(self.running):
+            sequence = self.running[index]
             missing = len(sequence.tokens) - sequence.num_computed
-            count = missing if missing == 1 else min(missing, budget)
-            if sequence in self.running and count and self._make_room(sequence, count):
-                work.append(Work(sequence, sequence.num_computed, count))
+            count = 1 if missing == 1 else min(missing, budget)
+            if count:
+                if not self._make_room(sequence, count):
+                    break  # it was the youngest itself
+                work.append(self._compute(sequence, count, salt))
                 budget -= count if missing > 1 else 0
-        work = [w for w in work if w.sequence in self.running]
-        while self.waiting and budget and len(self.running) < self.max_running:
+            index += 1
+        # After a retract nobody comes in: the blocks that it freed are for those who needed them.
+        crowded = len(self.running) < before
+        while self.waiting and budget and len(self.running) < self.max_running and not crowded:
             sequence = self.waiting[0]
-            sequence.blocks = self.pool.match(sequence.tokens, version)
-            sequence.num_computed = sequence.num_cached = len(sequence.blocks) * self.pool.block_size
-            count = min(len(sequence.tokens) - sequence.num_computed, budget)
-            if not self._fits(sequence, count):
+            self._find_prefix(sequence, salt)
+            spare = len(self.running)  # one block each, so that those who run can grow for a while
+            if self._blocks_missing(sequence, len(sequence.tokens) - sequence.num_computed) + spare > (
+                self.pool.num_available
+            ):
                 self._drop_blocks(sequence)
                 break
-            self._grow(sequence, count)
             self.running.append(self.waiting.popleft())
-            work.append(Work(sequence, sequence.num_computed, count))
+            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            work.append(self._compute(sequence, count, salt))
             budget -= count
         return work
 
-    def done(self, work: Work, version: int) -> None:
-        """The work was computed: its full blocks can be shared from now on."""
-        sequence = work.sequence
-        sequence.num_computed = work.start + work.count
-        if sequence.num_output <= 1:
-            self.pool.publish(sequence.blocks, sequence.tokens[: sequence.num_computed], version)
-
-    def finish(self, sequence: Sequence) -> None:
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self._drop_blocks(sequence)
-
-    def abort(self, sequence: Sequence) -> None:
-        sequence.finish_reason = FinishReason.ABORT
-        self.finish(sequence)
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Takes sequences that have ended out of the engine; their blocks are free or findable."""
+        gone = set(sequences)
+        for sequence in gone:
+            self._drop_blocks(sequence)
+        self.running = [s for s in self.running if s not in gone]
+        if not gone.isdisjoint(self.waiting):
+            self.waiting = deque(s for s in self.waiting if s not in gone)
 
     def retract_all(self) -> None:
-        for sequence in reversed(list(self.running)):
-            self._retract(sequence)
+        while self.running:
+            self._retract_youngest()
+
+    def _compute(self, sequence: Sequence, count: int, salt: bytes) -> Work:
+        """Plans the next `count` tokens: takes the blocks and names those that become full."""
+        size, pool = self.pool.block_size, self.pool
+        start = sequence.num_computed
+        for _ in range(self._blocks_missing(sequence, count)):
+            sequence.blocks.append(pool.allocate())
+        sequence.num_computed = start + count
+        sequence.proven = False
+        full = sequence.num_computed // size
+        if full > sequence.num_named and sequence.salt == salt:  # blocks of two weights have no name
+            extend_names(sequence.names, sequence.tokens, full, size, salt)
+            for block in range(sequence.num_named, full):
+                pool.publish(sequence.blocks[block], sequence.names[block])
+            sequence.num_named = full
+        return Work(sequence, start, count)
+
+    def _find_prefix(self, sequence: Sequence, salt: bytes) -> None:
+        """Takes the cached blocks of its tokens. The last token is never among them: it has to give logits."""
+        size = self.pool.block_size
+        if sequence.salt != salt:
+            sequence.salt, sequence.names = salt, []
+        wanted = (len(sequence.tokens) - 1) // size
+        extend_names(sequence.names, sequence.tokens, wanted, size, salt)
+        sequence.blocks = self.pool.match(sequence.names[:wanted])
+        sequence.num_named = len(sequence.blocks)
+        sequence.num_computed = sequence.num_named * size
+        sequence.proven = True
+        if not sequence.num_output:
+            sequence.num_cached = sequence.num_computed
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        while not self._fits(sequence, count):
-            youngest = self.running[-1]
-            self._retract(youngest)
-            if youngest is sequence:
+        """Retracts from the youngest on until the blocks suffice. False if that reached the sequence itself."""
+        while self._blocks_missing(sequence, count) > self.pool.num_available:
+            if self._retract_youngest() is sequence:
                 return False
-        self._grow(sequence, count)
         return True
 
     def _blocks_missing(self, sequence: Sequence, count: int) -> int:
         return -(-(sequence.num_computed + count) // self.pool.block_size) - len(sequence.blocks)
 
-    def _fits(self, sequence: Sequence, count: int) -> bool:
-        return self._blocks_missing(sequence, count) <= self.pool.num_available
-
-    def _grow(self, sequence: Sequence, count: int) -> None:
-        sequence.blocks += [self.pool.allocate() for _ in range(self._blocks_missing(sequence, count))]
-
-    def _retract(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+    def _retract_youngest(self) -> Sequence:
+        sequence = self.running.pop()
         self._drop_blocks(sequence)
         sequence.num_retractions += 1
         self.waiting.appendleft(sequence)
+        return sequence
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed = [], 0
+        if sequence.proven:
+            self.pool.release(sequence.blocks)
+        else:
+            self.pool.discard(sequence.blocks)
+        sequence.blocks, sequence.num_computed, sequence.num_named = [], 0, 0

@@ -1,0 +1,394 @@
+"""The only place where requests and control calls meet the model: one thread owns weights, cache and scheduler.
+
+Calls arrive as orders in one queue and are carried out between steps, in order, one at a time; the state table decides
+which are legal. A step that raises fails its requests and the core, with the cause; the thread lives on and says so.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerogap.config.schema import EngineSettings
+from zerogap.engine.memory import MemoryRegion, Released, check_room, measure, process_bytes
+from zerogap.engine.requests import GenerateRequest, RequestOutput
+from zerogap.engine.requests import Sequence as Running
+from zerogap.engine.runner import Runner
+from zerogap.engine.state import StateMachine
+from zerogap.engine.weights import EngineWeights
+from zerogap.errors import ConfigError, EngineUnreachable, RolloutError, ZerogapError
+from zerogap.model.registry import load_decoder, parse_dtype
+from zerogap.numerics.certify import certify
+from zerogap.types import FinishReason
+from zerogap.wire.tensors import BucketHeader, TransferPlan
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[RequestOutput], None]
+_IDLE_SECONDS = 0.2
+"""How often an idle core looks whether a weight-update session is past its deadline."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    sequence: Running
+    sink: Sink
+    num_told: int = 0
+
+
+class EngineCore:
+    """One model, served. `start` it before use; every other call may come from any thread."""
+
+    def __init__(self, model_folder: Path, settings: EngineSettings, *, dtype: str = "float32") -> None:
+        self._num_threads = settings.threads or torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        self._settings = settings
+        self._regions = {tag: MemoryRegion(tag) for tag in ("kv_cache", "weights", "cuda_graph")}
+        decoder = load_decoder(model_folder, dtype=parse_dtype(dtype), allocate=self._regions["weights"].allocate)
+        self.weights = EngineWeights(decoder)
+        self.runner = Runner(
+            decoder,
+            num_kv_tokens=settings.num_kv_tokens,
+            max_running=settings.max_running_requests,
+            prefill_tokens=settings.chunk_size,
+            allocate=self._regions["kv_cache"].allocate,
+        )
+        config = decoder.config
+        self.vocab_size = config.vocab_size
+        self.max_context = min(config.max_position_embeddings, self.runner.scheduler.num_tokens)
+        self._vocabulary = frozenset(range(config.vocab_size))
+        self._eos_ids = frozenset(config.eos_token_ids) | _generation_eos_ids(model_folder)
+        self._certificate = certify(config.linear_shapes, config.attention_shape, config.vocab_size, decoder.dtype)
+        self.machine = StateMachine()
+        self.failure: ZerogapError | None = None
+        self._live: dict[str, _Live] = {}
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine-core")
+
+    # --- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, deadline_seconds: float) -> None:
+        """Ends the thread after its present step; what still runs is aborted, what still waits is refused."""
+        self._stop.set()
+        self._orders.put(lambda: None)
+        self._thread.join(deadline_seconds)
+
+    def status(self) -> dict[str, Any]:
+        scheduler, machine = self.runner.scheduler, self.machine
+        busy = bool(scheduler.running or scheduler.waiting) and machine.may_sample
+        return {
+            "state": machine.name if self.failure is None else "failed",
+            "weight_version": self.runner.weight_version,
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "seconds_stalled": time.monotonic() - self._last_step if busy else 0.0,
+        }
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """`sink` gets every token and then the end, on the core's thread; it must not block. Raises what forbids it."""
+        if self.failure is not None:
+            raise self.failure
+        self.machine.admit()
+        self._check_ids(request)
+        self.runner.scheduler.check(request.rid, len(request.input_ids), request.params.max_new_tokens)
+        self._orders.put(lambda: self._add(request, sink))
+
+    def _check_ids(self, request: GenerateRequest) -> None:
+        """One index outside of a table would fail the step, and with it everybody's requests."""
+        ids, longest = request.input_ids, len(request.input_ids) + request.params.max_new_tokens
+        outside = next((t for t in ids if not 0 <= t < self.vocab_size), None)
+        if outside is not None or longest > self.max_context:
+            what = f"{longest} tokens" if outside is None else f"token id {outside}"
+            raise ConfigError(
+                f"request {request.rid}: {what} in an engine with {self.vocab_size} token ids and room for "
+                f"{self.max_context} tokens",
+                remedy="encode the prompt with this model's tokenizer; shorten it, or lower max_new_tokens",
+            )
+
+    def control(self, name: str, /, **arguments: Any) -> concurrent.futures.Future[dict[str, Any]]:
+        """Carries out a call of the wire, named as there, between two steps. The future holds its reply or its error.
+
+        A future that is cancelled before its turn was never carried out.
+        """
+        future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        act = getattr(self, f"_do_{name}")
+
+        def order() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._stop.is_set():
+                    raise EngineUnreachable(f"{name}: the engine is stopping", remedy="start it again")
+                if self.failure is not None and name not in ("server_info", "abort_request"):
+                    raise self.failure
+                future.set_result(act(**arguments))
+            except Exception as error:
+                if not isinstance(error, ZerogapError):
+                    logger.exception("%s failed", name)
+                future.set_exception(error)
+
+        self._orders.put(order)
+        return future
+
+    # --- the core's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while not self._stop.is_set():
+            busy = self._has_work()
+            self._carry_out_orders(wait=not busy)
+            self._watch_session()
+            if self._has_work():
+                self._step()
+        self._abort(list(self._live.values()))
+        self._carry_out_orders(wait=False)
+
+    def _has_work(self) -> bool:
+        scheduler = self.runner.scheduler
+        return self.failure is None and self.machine.may_sample and bool(scheduler.running or scheduler.waiting)
+
+    def _carry_out_orders(self, *, wait: bool) -> None:
+        """Everything in the queue. Waits a little for a first one if there is nothing else to do."""
+        try:
+            if wait:
+                self._orders.get(timeout=_IDLE_SECONDS)()
+                self._last_step = time.monotonic()
+            while True:
+                self._orders.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _step(self) -> None:
+        try:
+            moved = self.runner.step()
+        except Exception as error:  # noqa: BLE001  the border of the process: nothing above could tell the clients
+            self._fail(error)
+            return
+        self._last_step = time.monotonic()
+        for sequence in moved:
+            self._report(self._live[sequence.rid])
+
+    def _report(self, live: _Live) -> None:
+        """Tells the client what is new. A client whose sink raises is gone; the others are not."""
+        sequence, told = live.sequence, live.num_told
+        live.num_told = sequence.num_output
+        if sequence.ended and self._live.get(sequence.rid) is live:
+            del self._live[sequence.rid]
+        output = RequestOutput(
+            rid=sequence.rid,
+            new_ids=sequence.tokens[len(sequence.prompt_ids) + told :],
+            new_logprobs=sequence.logprobs[told:],
+            new_versions=sequence.versions[told:],
+            finish_reason=sequence.finish_reason,
+            cached_tokens=sequence.num_cached,
+            num_retractions=sequence.num_retractions,
+            weight_version=self.runner.weight_version,
+            error=sequence.error,
+        )
+        try:
+            live.sink(output)
+        except Exception:
+            logger.exception("the client of request %s cannot be told; the request is dropped", sequence.rid)
+            if not sequence.ended:
+                self.runner.scheduler.remove([sequence])
+                del self._live[sequence.rid]
+
+    def _add(self, request: GenerateRequest, sink: Sink) -> None:
+        params = request.params
+        stop_ids = frozenset() if params.ignore_eos else self._eos_ids | params.stop_token_ids
+        sequence = Running(request.rid, request.input_ids, params, stop_ids & self._vocabulary)
+        live = _Live(sequence, sink)
+        if request.rid in self._live:
+            sequence.error = ConfigError(
+                f"request {request.rid} is already running", remedy="give each live request its own rid"
+            )
+        elif self._stop.is_set():
+            sequence.finish_reason = FinishReason.ABORT
+        else:
+            sequence.error = self.failure
+        if sequence.ended:
+            self._report(live)
+            return
+        self._live[request.rid] = live
+        self.runner.scheduler.add(sequence)
+
+    def _abort(self, gone: Iterable[_Live]) -> None:
+        gone = list(gone)
+        self.runner.scheduler.remove([live.sequence for live in gone])
+        for live in gone:
+            live.sequence.finish_reason = FinishReason.ABORT
+            self._report(live)
+
+    def _fail(self, cause: Exception) -> None:
+        names = ", ".join(s.rid for s in self.runner.scheduler.running[:8])
+        self.failure = RolloutError(
+            f"the engine failed in a step over {names}: {type(cause).__name__}: {cause}",
+            remedy="see the traceback in the engine's log, and start the engine again",
+        )
+        self.failure.__cause__ = cause
+        logger.error("the engine has failed", exc_info=cause)
+        gone = list(self._live.values())
+        self.runner.scheduler.remove([live.sequence for live in gone])
+        for live in gone:
+            live.sequence.error = self.failure
+            self._report(live)
+
+    def _watch_session(self) -> None:
+        """Closes the door on a session whose sender is silent past its deadline: the weights are half new."""
+        if self.machine.snapshot()["weights"] == "updating":
+            failure = self.weights.overdue()
+            if failure is not None:
+                logger.error("%s", failure)
+                self.machine.failed("update_weights_from_tensor")
+
+    def _check(self, call: str, tags: Sequence[str] = ()) -> None:
+        scheduler = self.runner.scheduler
+        self.machine.check(call, tags=tags, num_running=len(scheduler.running), num_waiting=len(scheduler.waiting))
+
+    def _guarded(self, call: str, act: Callable[[], Any], tags: Sequence[str] = ()) -> Any:
+        """A call that changes something: checked first, and if it raises half-way the state says so."""
+        self._check(call, tags)
+        try:
+            reply = act()
+        except BaseException:
+            self.machine.failed(call, tags=tags)
+            raise
+        self.machine.done(call, tags=tags)
+        return reply
+
+    # --- one method per call of the wire
+
+    def _do_abort_request(self, rid: str, abort_all: bool) -> dict[str, Any]:
+        self._abort(live for live in list(self._live.values()) if abort_all or live.sequence.rid == rid)
+        return {}
+
+    def _do_pause_generation(self, mode: str) -> dict[str, Any]:
+        def pause() -> None:
+            if mode == "abort":
+                self._abort(list(self._live.values()))
+            elif mode == "retract":
+                self.runner.scheduler.retract_all()
+
+        self._guarded("pause_generation", pause)
+        return {}
+
+    def _do_continue_generation(self) -> dict[str, Any]:
+        self._guarded("continue_generation", lambda: None)
+        return {}
+
+    def _do_flush_cache(self) -> dict[str, Any]:
+        self._guarded("flush_cache", self.runner.scheduler.pool.flush)
+        return {}
+
+    def _do_release_memory_occupation(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        call, started = "release_memory_occupation", time.monotonic()
+        chosen = self.machine.resolve_tags(call, tags)
+        self._check(call, chosen)
+        report = {tag: asdict(self._guarded(call, partial(self._release, tag), [tag])) for tag in chosen}
+        return {"tags": report, "rss_bytes": process_bytes(), "seconds": time.monotonic() - started}
+
+    def _release(self, tag: str) -> Released:
+        if tag in ("kv_cache", "weights"):
+            self.runner.weights_changed()
+        return self._regions[tag].release(self.weights.lose) if tag == "weights" else self._regions[tag].release()
+
+    def _do_resume_memory_occupation(self, tags: Sequence[str] | None) -> dict[str, Any]:
+        """Nothing is taken yet: pages come as they are written, the weights' by a session, the cache's by requests."""
+        call, started = "resume_memory_occupation", time.monotonic()
+        chosen = self.machine.resolve_tags(call, tags)
+        self._check(call, chosen)
+        regions = [self._regions[tag] for tag in chosen]
+        check_room(regions)
+        self.machine.done(call, tags=chosen)
+        now = measure(regions)
+        report = {r.tag: {"claimed_bytes": r.num_bytes, "resumed_bytes": now.tags[r.tag]} for r in regions}
+        return {"tags": report, "rss_bytes": now.rss_bytes, "seconds": time.monotonic() - started}
+
+    def _do_begin_weight_update(self, selector: str, plan: TransferPlan | None) -> dict[str, Any]:
+        del selector  # there is no draft model
+        call = "begin_weight_update" if plan is not None else "begin_weight_update(no plan)"
+        self._check(call)
+        whole = self.machine.snapshot()["weights"] == "ready"
+        try:
+            self.weights.begin(plan)
+        except ZerogapError:
+            if not whole:
+                self.machine.failed(call)
+            raise
+        self.machine.done(call)
+        return {}
+
+    def _do_load_bucket(self, header: BucketHeader) -> dict[str, Any]:
+        self._guarded("update_weights_from_tensor", lambda: self.weights.load(header))
+        return {}
+
+    def _do_end_weight_update(self) -> dict[str, Any]:
+        self._guarded("end_weight_update", self.weights.end)
+        self.runner.weights_changed()
+        return {}
+
+    def _do_update_weights_from_disk(self, model_path: str, weight_version: int | None) -> dict[str, Any]:
+        call, folder = "update_weights_from_disk", Path(model_path)
+        self._check(call)
+        self.weights.check_folder(folder)
+        self._guarded(call, lambda: self.weights.load_folder(folder))
+        self.runner.weights_changed()
+        if weight_version is not None:
+            self.runner.weight_version = weight_version
+        return {}
+
+    def _do_update_weight_version(self, new_version: int, abort_all_requests: bool) -> dict[str, Any]:
+        if abort_all_requests:
+            self._abort(list(self._live.values()))
+        self.runner.weight_version = new_version
+        return {}
+
+    def _do_get_weights_by_name(self, name: str, truncate_size: int) -> dict[str, Any]:
+        self._check("get_weights_by_name")
+        return {"values": self.weights.values(name, truncate_size)}
+
+    def _do_weights_checker(self, action: str) -> dict[str, Any]:
+        reply = self._guarded(f"weights_checker({action})", lambda: self.weights.check(action))
+        if action == "reset_tensors":
+            self.runner.weights_changed()
+        return reply
+
+    def _do_server_info(self) -> dict[str, Any]:
+        use = measure(list(self._regions.values()))
+        memory = use.tags | {"weights": use.tags["weights"] + self.runner.decoder.packed_bytes}
+        return self.status() | {
+            "pid": os.getpid(),
+            "dtype": str(self.runner.decoder.dtype).removeprefix("torch."),
+            "manifest_digest": self.weights.manifest.digest,
+            "fingerprint": self._certificate.fingerprint,
+            "parity_failures": list(self._certificate.failures),
+            "states": self.machine.snapshot(),
+            "memory": memory,
+            "rss_bytes": use.rss_bytes,
+            "num_kv_tokens": self.runner.scheduler.num_tokens,
+            "num_threads": self._num_threads,
+        }
+
+
+def _generation_eos_ids(folder: Path) -> frozenset[int]:
+    """What generation_config.json adds to the EOS list of config.json: chat models often end a turn with another."""
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return frozenset([given] if isinstance(given, int) else given or ())

@@ -1,0 +1,146 @@
+"""The only place where the engine's own weights change: by a session's buckets, from a folder, or not at all.
+
+`complete` is false from the moment contents are lost or a first tensor is overwritten until the whole set has arrived;
+prepacked copies exist only while it is true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerogap.errors import ConfigError, EngineRejected, TransferFailed
+from zerogap.model.checkpoint import load_into
+from zerogap.model.config import ModelConfig
+from zerogap.model.decoder import Decoder
+from zerogap.model.registry import read_config
+from zerogap.weights.manifest import Manifest, combined_digest, differing_names, name_some, tensor_digests
+from zerogap.weights.modes.ipc import IpcReceiver
+from zerogap.wire.tensors import BucketHeader, TransferPlan
+
+
+class EngineWeights:
+    """The decoder's weights as the wire sees them: Hugging Face names, a manifest, sessions."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.tensors = decoder, decoder.hf_tensors()
+        self.manifest = Manifest.of(self.tensors)
+        self.complete = True
+        self._receiver = IpcReceiver(self.manifest)
+        self._planned = False
+        self._snapshot: dict[str, str] | None = None
+        decoder.prepack()
+
+    def begin(self, plan: TransferPlan | None) -> None:
+        """Opens a session. Raises before anything has changed if the plan is not for these weights."""
+        self._receiver.close()
+        if plan is not None:
+            self._receiver.prepare(plan)
+        self._planned = plan is not None
+
+    @torch.no_grad()
+    def load(self, header: BucketHeader) -> None:
+        """Copies one bucket in. Raises TransferFailed or ManifestMismatch; the weights are half new then."""
+        self.lose()
+        for name, tensor in self._receiver.receive(header):
+            self.tensors[name].copy_(tensor)
+
+    def end(self) -> None:
+        """Makes the serving copies. Raises TransferFailed if the session did not leave a whole set."""
+        try:
+            if self._planned:
+                self._receiver.finish()
+            elif not self.complete:
+                raise TransferFailed(
+                    "the session brought no weights, and the engine's own were lost",
+                    remedy="open a session with a plan and send every weight, or call update_weights_from_disk",
+                )
+        finally:
+            self._receiver.close()
+        self._whole()
+
+    def overdue(self) -> TransferFailed | None:
+        """Why the open session cannot end well any more, else None. A session that has failed is closed."""
+        failure = self._receiver.failure
+        if failure is not None:
+            self._receiver.close()
+        return failure
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises ConfigError, with nothing changed, if the folder holds another model."""
+        given, ours = (_computation(c) for c in (read_config(folder), self.decoder.config))
+        if given != ours:
+            raise ConfigError(
+                f"{folder} holds another model than the one that is served: {given} instead of {ours}",
+                remedy="give a folder with the same config.json, or start an engine on that model",
+            )
+
+    def load_folder(self, folder: Path) -> None:
+        self.lose()
+        load_into(self.tensors, folder)
+        self._whole()
+
+    def lose(self) -> int:
+        """Marks the contents as lost and drops the serving copies; returns the bytes of those."""
+        self.complete = False
+        num_bytes = self.decoder.packed_bytes
+        self.decoder.drop_packed()
+        return num_bytes
+
+    def _whole(self) -> None:
+        self.decoder.prepack()
+        self.complete = True
+
+    # --- inspection
+
+    def values(self, name: str, count: int) -> list[Any]:
+        """The first rows of a weight. A tied head is the embedding."""
+        if name == "lm_head.weight" and self.decoder.head is None:
+            name = "model.embed_tokens.weight"
+        if name not in self.tensors:
+            raise EngineRejected(
+                f"no weight is named {name!r}", remedy="list the names with weights_checker, action manifest"
+            )
+        return self.tensors[name][:count].float().tolist()
+
+    def check(self, action: str) -> dict[str, Any]:
+        """The reply of one action of `weights_checker`."""
+        if action == "manifest":
+            return {"tensors": [spec.model_dump(mode="json") for spec in self.manifest.specs]}
+        if action == "reset_tensors":
+            self.lose()
+            for tensor in self.tensors.values():
+                tensor.fill_(float("nan"))
+            return {}
+        digests = tensor_digests(self.tensors)
+        if action == "snapshot":
+            self._snapshot = digests
+            return {}
+        if action == "compare":
+            self._compare(digests)
+            return {}
+        whole = combined_digest(digests)
+        return {"ranks": [{"checksums": digests, "per_gpu_checksum": whole}], "per_engine_checksum": whole}
+
+    def _compare(self, digests: dict[str, str]) -> None:
+        """Uses the snapshot up, as in SGLang."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise EngineRejected(
+                "there is no snapshot to compare with", remedy="call weights_checker with action snapshot first"
+            )
+        wrong = differing_names(snapshot, digests)
+        if wrong:
+            raise EngineRejected(
+                f"{len(wrong)} weights differ from the snapshot: {name_some(wrong)}",
+                remedy="the update that was meant to restore them did not",
+                names=wrong,
+            )
+
+
+def _computation(config: ModelConfig) -> ModelConfig:
+    """The config without what does not enter the forward."""
+    return replace(config, eos_token_ids=(), bos_token_id=None, pad_token_id=None)
