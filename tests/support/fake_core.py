@@ -23,7 +23,7 @@ import tokenizers
 
 from zerogap.engine.app import build_app
 from zerogap.engine.requests import GenerateRequest, RequestOutput
-from zerogap.engine.server import EngineServer, ServerSettings, bind_loopback, serve
+from zerogap.engine.server import EngineServer, RunnableCore, ServerSettings, bind_loopback, serve
 from zerogap.engine.service import EngineService
 from zerogap.engine.state import StateMachine
 from zerogap.errors import EngineRejected, RolloutError, TransferFailed, ZerogapError
@@ -56,9 +56,10 @@ def letter_tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def served(core: FakeCore, folder: Path, tokenizer: Tokenizer | None = None) -> AsyncIterator[str]:
+async def served(core: RunnableCore, folder: Path, tokenizer: Tokenizer | None = None) -> AsyncIterator[str]:
     """The url of a real HTTP server over the core, in this event loop."""
-    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    if not (folder / "config.json").exists():
+        (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     service = EngineService(core, name="fake", model_folder=folder, tokenizer=tokenizer)
     listener = bind_loopback("127.0.0.1", 0)
     server = EngineServer(build_app(service), listener, ServerSettings(name="fake"))

@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.app import build_app
+from zerogap.engine.core import EngineCore
 from zerogap.engine.service import Core, EngineService
 from zerogap.errors import ConfigError
 from zerogap.model.tokenizer import Tokenizer
@@ -57,13 +58,7 @@ class ServerSettings:
 
 def run_server(model_folder: Path, engine: EngineSettings, settings: ServerSettings, *, dtype: str = "float32") -> int:
     """Serves a model until told to end; the exit code. `zerogap serve` is this."""
-
-    def make_core() -> RunnableCore:
-        from zerogap.engine.core import EngineCore  # noqa: PLC0415  the slow part, after the port is bound
-
-        return EngineCore(model_folder, engine, dtype=dtype)
-
-    return serve(make_core, model_folder, settings)
+    return serve(lambda: EngineCore(model_folder, engine, dtype=dtype), model_folder, settings)
 
 
 def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: ServerSettings) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -340,7 +341,7 @@ class EngineService:
 
     async def get_weights_by_name(self, body: messages.GetWeightsBody, _: Request) -> Response:
         reply = await self._control("get_weights_by_name", name=body.name, truncate_size=body.truncate_size)
-        return json_reply(reply["values"])
+        return json_reply(_finite(reply["values"]))
 
     async def weights_checker(self, body: messages.CheckerBody, _: Request) -> Response:
         return json_reply(
@@ -380,6 +381,13 @@ def _version(value: str) -> int:
         if 0 <= (number := int(value)) <= messages.INT64_MAX:
             return number
     raise ConfigError(f"weight version {value!r} is no integer", remedy="count refits: 0, 1, 2, ...")
+
+
+def _finite(values: Any) -> Any:
+    """Weights may hold anything; JSON has no word for what is no number."""
+    if isinstance(values, list):
+        return [_finite(value) for value in values]
+    return values if math.isfinite(values) else None
 
 
 def json_reply(value: Any, status: int = 200) -> Response:

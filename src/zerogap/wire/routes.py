@@ -190,7 +190,7 @@ ROUTES: tuple[Route, ...] = (
         "get_weights_by_name",
         "/get_weights_by_name",
         (GET, POST),
-        "JSON list of the first values",
+        "JSON list of the first values or rows; a value that is no finite number is `null`",
         messages.GetWeightsBody,
         body_required=True,
         idempotent=True,
