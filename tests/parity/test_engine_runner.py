@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 from support.scoring import random_ids, score_packed
-from support.tiny import TINY_QWEN3, tiny_decoder
+from support.tiny import TINY_QWEN3, TINY_UNTIED, tiny_decoder
 
 from zerogap.engine.requests import SamplingParams, Sequence
 from zerogap.engine.runner import Runner
-from zerogap.errors import ConfigError, RolloutError
+from zerogap.errors import ConfigError
 
 
 def make_runner(decoder, **options):
@@ -88,6 +88,15 @@ def test_samples_of_a_group_share_the_prompts_blocks(decoder, reference):
     assert all(s.num_cached == (len(s.prompt_ids) - 1) // 16 * 16 for s in sequences if not s.rid.endswith(".0"))
 
 
+@pytest.mark.parametrize("prefill_tokens", [40, 4096])
+def test_samples_that_come_together_share_blocks_that_are_written_in_the_same_forward(
+    decoder, reference, prefill_tokens
+):
+    sequences = requests(6)
+    assert run(make_runner(decoder, prefill_tokens=prefill_tokens), sequences) == reference
+    assert all(s.num_cached == (len(s.prompt_ids) - 1) // 16 * 16 for s in sequences if not s.rid.endswith(".0"))
+
+
 def test_a_new_weight_version_never_finds_old_blocks(decoder):
     """C12: the same prompt after a new version has no cached token, without any flush."""
     runner = make_runner(decoder)
@@ -111,13 +120,81 @@ def test_no_block_is_lost(decoder):
     assert runner.scheduler.pool.num_available == free
 
 
-def test_weights_that_are_not_finite_fail_the_request_by_name():
-    """A10: never a 'stop', never a 0."""
-    broken = tiny_decoder()
+def poisoned(token):
+    """A model that computes NaN from one token id on, and is healthy for sequences without it."""
+    broken = tiny_decoder(TINY_UNTIED)
     with torch.no_grad():
-        broken.norm[0] = float("nan")
-    with pytest.raises(RolloutError, match=r"request 0\.0"):
-        run(make_runner(broken), requests(1, samples=1))
+        broken.embedding[token] = float("nan")
+    return broken
+
+
+def test_weights_that_are_not_finite_fail_the_request_by_name_and_no_other():
+    """A10: never a 'stop', never a 0; the other requests of the batch do not notice."""
+    prompts = [list(range(k, k + 20)) for k in (0, 40, 5)]
+
+    def make(decoder):
+        runner = make_runner(decoder)
+        return runner, [Sequence(str(i), tuple(p), SamplingParams(max_new_tokens=8), frozenset()) for i, p in
+                        enumerate(prompts)]  # fmt: skip
+
+    healthy, expected = make(tiny_decoder(TINY_UNTIED))
+    run(healthy, expected)
+    token = next(t for t in prompts[1] if all(t not in expected[i].tokens for i in (0, 2)))
+    runner, sequences = make(poisoned(token))
+    run(runner, sequences)
+    assert "request 1: logprob of sampled token 0 is nan" in str(sequences[1].error)
+    assert (sequences[1].finish_reason, sequences[1].num_output) == (None, 0)
+    for i in (0, 2):
+        assert (sequences[i].tokens, sequences[i].logprobs) == (expected[i].tokens, expected[i].logprobs)
+
+
+@pytest.mark.parametrize("end", ["fails", "is aborted in its prefill", "is retracted in its prefill"])
+def test_blocks_that_held_not_a_number_do_not_spoil_the_next_request(end):
+    """A masked key or value contributes 0 times itself: NaN if the block still holds one."""
+    healthy = Sequence("healthy", tuple(range(20)), SamplingParams(max_new_tokens=8), frozenset())
+    expected = Sequence("healthy", tuple(range(20)), SamplingParams(max_new_tokens=8), frozenset())
+    run(make_runner(tiny_decoder(TINY_UNTIED)), [expected])
+    runner = make_runner(poisoned(token=63), num_kv_tokens=48, prefill_tokens=32)
+    bad = Sequence("bad", (63,) * 44, SamplingParams(max_new_tokens=2), frozenset())
+    runner.scheduler.add(bad)
+    runner.step()
+    if end == "fails":
+        runner.step()
+        assert bad.error is not None
+    else:
+        if end == "is retracted in its prefill":
+            runner.scheduler.retract_all()
+        runner.scheduler.remove([bad])
+    run(runner, [healthy])
+    assert healthy.error is None
+    assert (healthy.tokens, healthy.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_a_barred_stop_token_is_not_drawn_and_the_logprob_stays_that_of_the_whole_vocabulary(decoder):
+    """A4 for min_new_tokens: masking EOS must not renormalise, or engine and trainer differ."""
+    stops = frozenset(range(0, 64, 2))
+    sequences = [
+        Sequence(str(i), (3, i), SamplingParams(max_new_tokens=30, min_new_tokens=5, seed=i), stops) for i in range(12)
+    ]
+    run(make_runner(decoder), sequences)
+    assert all(not stops & set(s.output_ids[:5]) for s in sequences)
+    assert {s.num_output for s in sequences if s.output_ids[-1] in stops} >= {6}
+    with torch.no_grad():
+        trained = score_packed(decoder, [s.prompt_ids for s in sequences], [[s.output_ids] for s in sequences])
+    assert [t.tolist() for t in trained] == [s.logprobs for s in sequences]
+
+
+def test_greedy_and_truncated_draws_keep_the_trainers_logprobs(decoder):
+    """A4, A1: temperature 0 is scored at 1; top-p, top-k and min-p never renormalise."""
+    kinds = [dict(temperature=0.0), dict(temperature=1e-9), dict(top_p=0.5), dict(top_k=3), dict(min_p=0.2)]
+    sequences = [
+        Sequence(str(i), (5, 9, i), SamplingParams(max_new_tokens=12, seed=i, **kind), frozenset())
+        for i, kind in enumerate(kinds)
+    ]
+    run(make_runner(decoder), sequences)
+    with torch.no_grad():
+        trained = score_packed(decoder, [s.prompt_ids for s in sequences], [[s.output_ids] for s in sequences])
+    assert [t.tolist() for t in trained] == [s.logprobs for s in sequences]
 
 
 def test_a_request_that_can_never_fit_is_refused_before_it_waits(decoder):
