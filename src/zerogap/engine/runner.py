@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence as ListLike
+from itertools import accumulate
 
 import torch
 
@@ -62,20 +63,28 @@ class Runner:
         self._scrub(self.scheduler.pool.take_dirty())
         if not work:
             return []
+        own = [w for w in work if w.leader is None]
+        rows = dict(zip((w.sequence for w in own), accumulate((w.count for w in own), initial=0), strict=False))
+        starts = {w.sequence: w.start for w in own}
+        copies = [
+            (rows[w.leader] + w.start - starts[w.leader], w.sequence.blocks, w.start, w.count)
+            for w in work
+            if w.leader is not None
+        ]
         layout = PagedLayout.build(
-            [w.sequence.blocks for w in work], [w.start for w in work], [w.count for w in work], BLOCK_SIZE
+            [w.sequence.blocks for w in own], [w.start for w in own], [w.count for w in own], BLOCK_SIZE, copies=copies
         )
-        ids = [t for w in work for t in w.sequence.tokens[w.start : w.start + w.count]]
+        ids = [t for w in own for t in w.sequence.tokens[w.start : w.start + w.count]]
         attend = paged_attend(self.kv, layout, self.decoder.attention_scale)
         hidden_NC = self.decoder(torch.tensor(ids), layout.positions_N, attend)
-        sampling, rows, row = [], [], -1
-        for w in work:
-            row += w.count
-            if w.samples:
-                sampling.append(w.sequence)
-                rows.append(row)
+        ending = [w for w in own if w.samples]
+        sampling = [w.sequence for w in work if w.samples]
         if sampling:
-            self._sample(sampling, self.decoder.logits(hidden_NC[rows]))
+            place = {w.sequence: i for i, w in enumerate(ending)}
+            logits_BV = self.decoder.logits(hidden_NC[[rows[w.sequence] + w.count - 1 for w in ending]])
+            if copies:
+                logits_BV = logits_BV[[place[w.leader or w.sequence] for w in work if w.samples]]
+            self._sample(sampling, logits_BV)
         ended = [s for s in sampling if s.ended]
         if ended:
             self.scheduler.remove(ended)

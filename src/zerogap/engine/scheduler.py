@@ -3,6 +3,7 @@
 Every sequence has tokens and a count of those already computed; prefill, a chunk of it, decode and recompute after
 a retract are the same thing: computing what is missing. Running sequences go first, oldest first; when blocks run
 out the youngest is retracted: it keeps its tokens, logprobs and versions, and its keys and values are computed anew.
+The samples of a group compute their prompt once: full blocks are shared, the rest is copied within the same forward.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from zerogap.errors import ConfigError
 
 
 class Work(NamedTuple):
-    """Tokens `start .. start + count - 1` of one sequence are to be computed; `samples` if a new token follows."""
+    """Tokens `start .. start + count - 1` of one sequence are to be computed; `samples` if a new token follows.
+
+    With a `leader` nothing is computed: an earlier work of the step has the same tokens up to the end, so its rows are
+    copied into this sequence's own blocks, and its logits serve both.
+    """
 
     sequence: Sequence
     start: int
     count: int
+    leader: Sequence | None = None
 
     @property
     def samples(self) -> bool:
@@ -74,19 +80,27 @@ class Scheduler:
             index += 1
         # After a retract nobody comes in: the blocks that it freed are for those who needed them.
         crowded = len(self.running) < before
-        while self.waiting and budget and len(self.running) < self.max_running and not crowded:
+        leaders = {self._identity(w.sequence): w for w in work if w.count > 1 and w.samples and w.sequence.salt == salt}
+        while self.waiting and len(self.running) < self.max_running and not crowded:
             sequence = self.waiting[0]
             self._find_prefix(sequence, salt)
+            missing = len(sequence.tokens) - sequence.num_computed
+            leader = leaders.get(self._identity(sequence))
+            if leader is not None and leader.start > sequence.num_computed:
+                leader = None
             spare = len(self.running)  # one block each, so that those who run can grow for a while
-            if self._blocks_missing(sequence, len(sequence.tokens) - sequence.num_computed) + spare > (
-                self.pool.num_available
-            ):
+            too_big = self._blocks_missing(sequence, missing) + spare > self.pool.num_available
+            if too_big or (leader is None and not budget):
                 self._drop_blocks(sequence)
                 break
             self.running.append(self.waiting.popleft())
-            count = min(len(sequence.tokens) - sequence.num_computed, budget)
-            work.append(self._compute(sequence, count, salt))
-            budget -= count
+            if leader is not None:
+                work.append(self._compute(sequence, missing, salt)._replace(leader=leader.sequence))
+                continue
+            work.append(self._compute(sequence, min(missing, budget), salt))
+            budget -= work[-1].count
+            if work[-1].samples:
+                leaders[self._identity(sequence)] = work[-1]
         return work
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
@@ -131,6 +145,11 @@ class Scheduler:
         sequence.proven = True
         if not sequence.num_output:
             sequence.num_cached = sequence.num_computed
+
+    def _identity(self, sequence: Sequence) -> tuple[bytes, tuple[int, ...]]:
+        """All tokens of a sequence: the name of its full blocks but the last token's, and what comes after them."""
+        count = (len(sequence.tokens) - 1) // self.pool.block_size
+        return sequence.names[count - 1] if count else b"", tuple(sequence.tokens[count * self.pool.block_size :])
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Retracts from the youngest on until the blocks suffice. False if that reached the sequence itself."""

@@ -281,9 +281,12 @@ class PagedKV:
             self._scratch = torch.empty(shape, dtype=self.keys.dtype)
         return self._scratch[:, :num_tiles]
 
-    def write(self, layer: int, blocks_N: Tensor, offsets_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
-        self.keys[layer][:, blocks_N, :, offsets_N] = k_NKD
-        self.values[layer][:, blocks_N, offsets_N] = v_NKD.transpose(0, 1)
+    def write(self, layer: int, layout: PagedLayout, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        blocks_W, offsets_W, sources_W = layout.blocks_W, layout.offsets_W, layout.sources_W
+        if sources_W is not None:
+            k_NKD, v_NKD = k_NKD.index_select(0, sources_W), v_NKD.index_select(0, sources_W)
+        self.keys[layer][:, blocks_W, :, offsets_W] = k_NKD
+        self.values[layer][:, blocks_W, offsets_W] = v_NKD.transpose(0, 1)
 
     def attend(self, layer: int, tables_SJ: Tensor, q_BRD: Tensor, mask_BRL: Tensor) -> Tensor:
         """`attend_rows` over the blocks of the segments' tables; B = S * K."""
@@ -320,11 +323,15 @@ class _PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """One forward of the engine: for each segment its block table, its first position and its number of new tokens."""
+    """One forward of the engine: for each segment its block table, its first position and its number of new tokens.
+
+    W = writes into the cache: one per token, and one per copied token (`sources_W` gives its row; None: no copies).
+    """
 
     positions_N: Tensor
-    blocks_N: Tensor
-    offsets_N: Tensor
+    blocks_W: Tensor
+    offsets_W: Tensor
+    sources_W: Tensor | None
     batches: tuple[_PagedBatch, ...]
 
     @staticmethod
@@ -334,9 +341,14 @@ class PagedLayout:
         num_new: Sequence[int],
         block_size: int,
         max_gathered_keys: int = 2048,
+        copies: Sequence[tuple[int, Sequence[int], int, int]] = (),
     ) -> PagedLayout:
         """Flat token order is segment by segment. Segments with equal `num_new` attend together, longest last, in
-        batches whose padded keys stay below `max_gathered_keys` so that the gathered copy stays in the cache."""
+        batches whose padded keys stay below `max_gathered_keys` so that the gathered copy stays in the cache.
+
+        A copy (row, block table, start, count) also writes the keys and values of `count` tokens from `row` on to the
+        positions from `start` on of another table.
+        """
         positions, blocks, offsets, first_row = [], [], [], []
         for table, start, count in zip(block_tables, starts, num_new, strict=True):
             first_row.append(len(positions))
@@ -344,6 +356,11 @@ class PagedLayout:
                 positions.append(position)
                 blocks.append(table[position // block_size])
                 offsets.append(position % block_size)
+        sources = list(range(len(positions)))
+        for row, table, start, count in copies:
+            sources += range(row, row + count)
+            blocks += (table[position // block_size] for position in range(start, start + count))
+            offsets += (position % block_size for position in range(start, start + count))
         order = sorted(range(len(starts)), key=lambda i: (num_new[i], starts[i]))
         batches: list[list[int]] = []
         for i in order:
@@ -355,7 +372,8 @@ class PagedLayout:
                 batches.append([i])
         positions_N = torch.tensor(positions, dtype=torch.int64)
         made = tuple(_paged_batch(batch, block_tables, starts, num_new, first_row, block_size) for batch in batches)
-        return PagedLayout(positions_N, torch.tensor(blocks), torch.tensor(offsets), made)
+        sources_W = torch.tensor(sources) if copies else None
+        return PagedLayout(positions_N, torch.tensor(blocks), torch.tensor(offsets), sources_W, made)
 
 
 def _paged_batch(
@@ -380,7 +398,7 @@ def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
     """`attend` for `Decoder.forward` in the engine: writes the new keys and values, then attends over the cache."""
 
     def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        kv.write(layer, layout.blocks_N, layout.offsets_N, k_NKD, v_NKD)
+        kv.write(layer, layout, k_NKD, v_NKD)
         _, H, D = q_NHD.shape
         K = kv.num_kv_heads
         q_NHD = q_NHD * scale

@@ -56,10 +56,32 @@ def test_the_samples_of_a_group_compute_their_prompt_once_even_if_they_come_toge
     scheduler = make(prefill_tokens=100)
     for i in range(5):
         scheduler.add(sequence(f"s{i}", 10))
-    assert [(w.start, w.count) for w in step(scheduler)] == [(0, 10)] + [(8, 2)] * 4
+    scheduler.add(sequence("longer", 11))
+    work = step(scheduler)
+    first = work[0].sequence
+    assert [(w.start, w.count, w.leader) for w in work] == [(0, 10, None), *[(8, 2, first)] * 4, (8, 3, None)]
     tables = [s.blocks[:2] for s in scheduler.running]
-    assert tables == [tables[0]] * 5
-    assert len({s.blocks[2] for s in scheduler.running}) == 5
+    assert tables == [tables[0]] * 6
+    assert len({s.blocks[2] for s in scheduler.running}) == 6
+
+
+def test_a_group_whose_prompt_takes_several_chunks_follows_in_the_last_one():
+    scheduler = make(prefill_tokens=8)
+    for i in range(3):
+        scheduler.add(sequence(f"s{i}", 20))
+    steps = [[(w.sequence.rid, w.start, w.count, w.leader is not None) for w in step(scheduler)] for _ in range(4)]
+    assert steps[:2] == [[("s0", 0, 8, False)], [("s0", 8, 8, False)]]
+    assert steps[2] == [("s0", 16, 4, False), ("s1", 16, 4, True), ("s2", 16, 4, True)]
+    assert [count for _, _, count, _ in steps[3]] == [1, 1, 1]
+
+
+def test_a_prompt_that_was_begun_under_other_weights_leads_nobody():
+    """C12: neither its blocks nor its logits belong to the present weights alone."""
+    scheduler = make(prefill_tokens=8)
+    scheduler.add(sequence("old", 12))
+    scheduler.plan(b"v0")
+    scheduler.add(sequence("new", 12))
+    assert [(w.sequence.rid, w.start, w.leader) for w in scheduler.plan(b"v1")] == [("old", 8, None), ("new", 0, None)]
 
 
 def test_one_after_another_the_cached_prefix_is_found():
@@ -223,7 +245,7 @@ def test_whatever_comes_everything_ends_and_no_block_is_lost(wanted, blocks, max
                 gone.finish_reason = FinishReason.ABORT
                 scheduler.remove([gone])
         work = step(scheduler, salt=b"v%d" % (n // 20))
-        assert sum(w.count for w in work if w.count > 1) <= budget
+        assert sum(w.count for w in work if w.count > 1 and w.leader is None) <= budget
         assert len(scheduler.running) <= max_running
         for w in work:
             assert len(w.sequence.blocks) * SIZE >= w.sequence.num_computed or w.sequence.ended
