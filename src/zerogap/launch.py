@@ -1,0 +1,220 @@
+"""The only place that turns a run file into running parts, and that ends them all, whatever ended the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from zerogap.client.http import Deadlines, EngineClient
+from zerogap.config.load import Resolved, to_toml
+from zerogap.config.schema import RunConfig
+from zerogap.errors import ConfigError, EngineUnreachable
+from zerogap.log import setup_logging
+from zerogap.loop import Loop
+from zerogap.model.importer import resolve
+from zerogap.model.registry import load_decoder, parse_dtype, read_config
+from zerogap.model.tokenizer import Tokenizer
+from zerogap.numerics.certify import Certificate, certify
+from zerogap.placement import Colocated
+from zerogap.report.live import LiveView
+from zerogap.report.page import write_report
+from zerogap.report.recorder import Recorder
+from zerogap.rollout.prompts import Data, open_data
+from zerogap.rollout.rewards import make_reward, open_reward
+from zerogap.supervise.interrupts import Interrupts
+from zerogap.supervise.processes import ChildProcess
+from zerogap.trainer import checkpoint
+from zerogap.trainer.trainer import Trainer
+from zerogap.weights.modes.ipc import IpcSender
+
+_DEATH_SECONDS = 1.0
+
+
+def train(resolved: Resolved) -> int:
+    """Runs to the end; the exit code. Everything that can be wrong with the input is found before anything starts."""
+    setup_logging("driver", "WARNING")
+    config = resolved.config
+    if config.engine.urls:
+        raise ConfigError(
+            f"engine.urls={list(config.engine.urls)} is set, but only engines that the run starts are supported yet",
+            remedy="leave engine.urls out; attaching engines by url comes with disaggregated placement",
+        )
+    torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
+    model_folder = resolve(config.model.path)
+    data = open_data(
+        config.data,
+        Tokenizer.from_folder(model_folder),
+        seed=config.run.seed,
+        num_held_out=config.eval.num_prompts,
+        label_fault=make_reward(config.reward).label_fault,
+    )
+    folder = run_folder(config)
+    (folder / "config.toml").write_text(to_toml(config, resolved.origins), encoding="utf-8")
+    code = asyncio.run(_train(config, model_folder, data, folder))
+    write_report([folder], folder / "report")
+    print(f"report: {folder / 'report' / 'report.html'}")
+    return code
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The folder of the run to resume, or a new one that no other run has."""
+    if config.checkpoint.resume is not None:
+        folder = Path(config.checkpoint.resume)
+        if checkpoint.latest(folder / "checkpoints") is None:
+            raise ConfigError(
+                f"checkpoint.resume: {folder} holds no complete checkpoint",
+                remedy="give the folder of a run (runs/...), or leave the option out for a new run",
+            )
+        return folder
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.run.name}"
+    for number in range(1, 1000):
+        folder = Path(config.run.dir) / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"{config.run.dir} holds 1000 runs named {stem}", remedy="choose another run.name")
+
+
+async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path) -> int:
+    children: list[ChildProcess] = []
+
+    def end_children() -> None:
+        for child in children:
+            child.stop(1.0)
+
+    interrupts = Interrupts(end_children)
+    first_step = _first_step(config, folder)
+    async with AsyncExitStack() as stack:
+        view = stack.enter_context(LiveView(config.run.steps, first_step))
+        recorder = stack.enter_context(Recorder(folder, run=folder.name, view=view))
+        recorder.events.write("config", config=config.model_dump(mode="json"))
+        view.say(f"run folder: {folder}")
+        stack.callback(end_children)
+        child = _start_engine(config, model_folder, folder)
+        children.append(child)
+        dtype = parse_dtype(config.model.dtype)
+        trainer = Trainer(
+            load_decoder(model_folder, dtype=dtype),
+            config.trainer,
+            num_steps=config.run.steps,
+            max_new_tokens=config.sampling.max_new_tokens,
+            on_gap=config.numerics.on_gap,
+        )
+        if config.checkpoint.resume is not None:
+            data.train.restore(_load(folder, trainer).data)
+        certificate = _certify(config, model_folder, recorder)
+        engine = await stack.enter_async_context(_connect(config, child))
+        reward = await stack.enter_async_context(open_reward(config.reward))
+        loop = Loop(
+            config=config,
+            model_folder=model_folder,
+            engine=engine,
+            trainer=trainer,
+            sender=IpcSender(
+                engine,
+                fingerprint=certificate.fingerprint if certificate.ok else None,
+                max_bucket_bytes=config.refit.max_bucket_bytes,
+            ),
+            placement=Colocated(engine, trainer),
+            data=data,
+            reward=reward,
+            recorder=recorder,
+            stop=interrupts.requested,
+        )
+        done = await _until_death(loop, first_step, child, interrupts)
+        view.say(f"{done} steps done, checkpoint in {folder / 'checkpoints'}")
+    return interrupts.exit_code
+
+
+async def _until_death(loop: Loop, first_step: int, child: ChildProcess, interrupts: Interrupts) -> int:
+    """The loop's result. The end of the engine ends the run at once, whatever the loop is waiting for."""
+    running = asyncio.ensure_future(loop.run(first_step))
+    death = asyncio.ensure_future(child.wait_death())
+    told = asyncio.ensure_future(interrupts.requested.wait())
+    told.add_done_callback(
+        lambda t: None if t.cancelled() else loop.recorder.view.say("stopping after this step; Ctrl-C again: at once")
+    )
+    try:
+        await asyncio.wait({running, death}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise death.result()
+        try:
+            return running.result()
+        except EngineUnreachable as error:
+            # A broken connection is often the first sign of a death; the death itself says more.
+            await asyncio.wait({death}, timeout=_DEATH_SECONDS)
+            if death.done():
+                raise death.result() from error
+            raise
+    finally:
+        told.cancel()
+        death.cancel()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def _first_step(config: RunConfig, folder: Path) -> int:
+    if config.checkpoint.resume is None:
+        return 0
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    return int(found.name.removeprefix("step-"))
+
+
+def _load(folder: Path, trainer: Trainer) -> checkpoint.Progress:
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    return checkpoint.load(found, trainer)
+
+
+def _certify(config: RunConfig, model_folder: Path, recorder: Recorder) -> Certificate:
+    shape = read_config(model_folder)
+    dtype = parse_dtype(config.model.dtype)
+    certificate = certify(shape.linear_shapes, shape.attention_shape, shape.vocab_size, dtype)
+    for failure in certificate.failures:
+        recorder.warning(
+            f"parity is not claimed on this machine: {failure}", "logprob gaps are measured and reported, not excluded"
+        )
+    if certificate.failures and config.numerics.on_gap == "stop":
+        raise ConfigError(
+            f"numerics.on_gap='stop', but the start-up probe failed: {certificate.failures[0]}",
+            remedy="set numerics.on_gap='warn' to run without the parity contract",
+        )
+    return certificate
+
+
+def _start_engine(config: RunConfig, model_folder: Path, folder: Path) -> ChildProcess:
+    settings = config.engine.model_dump_json().replace("{", "{{").replace("}", "}}")
+    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(model_folder), "--dtype", config.model.dtype]
+    argv += ["--settings", settings, "--name", "engine-0"]
+    argv += ["--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]
+    return ChildProcess("engine-0", argv, log_path=folder / "engine-0.log")
+
+
+@asynccontextmanager
+async def _connect(config: RunConfig, child: ChildProcess) -> AsyncIterator[EngineClient]:
+    ready = await child.wait_ready(config.engine.startup_deadline_seconds)
+    deadlines = Deadlines(
+        call_seconds=config.engine.call_deadline_seconds, generate_seconds=config.engine.rollout_deadline_seconds
+    )
+    async with EngineClient(ready["url"], name=child.name, deadlines=deadlines) as client:
+        yield client
+
+
+def leave(code: int) -> None:
+    """Ends the process now if a computation still runs in a thread: the interpreter would tear torch down under it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t.name == "trainer" and t.is_alive() for t in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,61 @@
+"""The only place that knows who holds the device when. Colocated: engine and trainer take turns on one device.
+
+The engine stays paused from the start of the trainer's turn until everything is back at the end of the refit turn. If
+anything fails in between it stays paused, and the error reaches the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+from zerogap.wire.api import MemoryTag, RolloutEngine
+
+Span = Callable[[str], AbstractContextManager[Any]]
+Tags = list[MemoryTag]
+
+
+class Tenant(Protocol):
+    """The trainer, as far as memory goes: it takes its memory for a turn and gives back what it can."""
+
+    def onload(self) -> object: ...
+
+    def offload(self) -> object: ...
+
+
+class Placement(Protocol):
+    """`span` times a phase and, when it ends, measures who holds which memory."""
+
+    def trainer_turn(self, span: Span) -> AbstractAsyncContextManager[None]: ...
+
+    def refit_turn(self, span: Span) -> AbstractAsyncContextManager[None]: ...
+
+
+class Colocated:
+    """Engine and trainer share one device: the engine gives back its tags for the time of the trainer's turn."""
+
+    def __init__(self, engine: RolloutEngine, trainer: Tenant) -> None:
+        self._engine, self._trainer = engine, trainer
+
+    @asynccontextmanager
+    async def trainer_turn(self, span: Span) -> AsyncIterator[None]:
+        weights_and_cache: Tags = ["kv_cache", "weights", "cuda_graph"]
+        with span("release"):
+            await self._engine.pause_generation("abort")
+            await self._engine.flush_cache()
+            await self._engine.release_memory_occupation(weights_and_cache)
+            self._trainer.onload()
+        yield
+        self._trainer.offload()
+
+    @asynccontextmanager
+    async def refit_turn(self, span: Span) -> AsyncIterator[None]:
+        weights: Tags = ["weights"]
+        cache: Tags = ["kv_cache", "cuda_graph"]
+        with span("resume"):
+            await self._engine.resume_memory_occupation(weights)
+        yield
+        with span("resume"):
+            await self._engine.resume_memory_occupation(cache)
+            await self._engine.continue_generation()
