@@ -75,7 +75,7 @@ class EngineCore:
         self.failure: ZerogapError | None = None
         self._live: dict[str, _Live] = {}
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stop = threading.Event()
+        self._stop, self._gate, self._closed = threading.Event(), threading.Lock(), False
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-core")
 
@@ -87,7 +87,7 @@ class EngineCore:
     def stop(self, deadline_seconds: float) -> None:
         """Ends the thread after its present step; what still runs is aborted, what still waits is refused."""
         self._stop.set()
-        self._orders.put(lambda: None)
+        self._order(lambda: None)
         self._thread.join(deadline_seconds)
 
     def status(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class EngineCore:
         self.machine.admit()
         self._check_ids(request)
         self.runner.scheduler.check(request.rid, len(request.input_ids), request.params.max_new_tokens)
-        self._orders.put(lambda: self._add(request, sink))
+        self._order(lambda: self._add(request, sink))
 
     def _check_ids(self, request: GenerateRequest) -> None:
         """One index outside of a table would fail the step, and with it everybody's requests."""
@@ -144,8 +144,16 @@ class EngineCore:
                     logger.exception("%s failed", name)
                 future.set_exception(error)
 
-        self._orders.put(order)
+        self._order(order)
         return future
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Hands over to the core's thread. Once that has ended, an order is refused at once, on the caller's."""
+        with self._gate:
+            if not self._closed:
+                self._orders.put(order)
+                return
+        order()
 
     # --- the core's thread
 
@@ -158,6 +166,8 @@ class EngineCore:
             if self._has_work():
                 self._step()
         self._abort(list(self._live.values()))
+        with self._gate:
+            self._closed = True
         self._carry_out_orders(wait=False)
 
     def _has_work(self) -> bool:
