@@ -1,4 +1,8 @@
-.PHONY: test check
+.PHONY: demo test check
+
+demo:
+	scripts/setup
+	.venv/bin/zerogap train examples/quickstart.toml
 
 test:
 	scripts/setup
