@@ -51,7 +51,7 @@ def reward(runs: Sequence[RunSummary]) -> Figure:
 
 
 def phases(runs: Sequence[RunSummary]) -> Figure:
-    figure, axes = _axes("Seconds per phase of a step (median)", height=1.4 + 0.5 * len(runs))
+    figure, axes = _axes("Seconds per phase of a step (median)", height=1.6 + 0.5 * len(runs))
     left = [0.0] * len(runs)
     labels = [run.label for run in runs]
     for colour, phase in zip(_COLOURS, _PHASES, strict=True):
@@ -63,7 +63,7 @@ def phases(runs: Sequence[RunSummary]) -> Figure:
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     axes.set_xlabel("seconds")
     axes.grid(axis="y", visible=False)
-    axes.legend(ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.3 - 0.15 / len(runs)), fontsize=8)
+    figure.legend(ncols=6, loc="outside lower center", fontsize=8)
     return figure
 
 
