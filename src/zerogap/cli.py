@@ -28,7 +28,7 @@ def train(file: Path, *overrides: str) -> int:
     from zerogap.launch import leave
     from zerogap.launch import train as run
 
-    return leave(run(resolved))
+    leave(run(resolved))
 
 
 @app.command

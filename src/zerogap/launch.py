@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -211,7 +212,7 @@ async def _connect(config: RunConfig, child: ChildProcess) -> AsyncIterator[Engi
         yield client
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends the process now if a computation still runs in a thread: the interpreter would tear torch down under it."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -172,7 +172,7 @@ class StateMachine:
         return now["generation"]
 
     def snapshot(self) -> dict[str, str]:
-        return dict(self._now)
+        return {str(axis): value for axis, value in self._now.items()}
 
     def check(self, call: str, *, tags: Sequence[str] = (), num_running: int = 0, num_waiting: int = 0) -> None:
         """Raises EngineStateError, with the calls that are legal now, if the call is not one of them.

@@ -166,10 +166,9 @@ def _compile(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     try:
-        return environment.from_string(template)
+        return environment.from_string(template, globals=functions)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template does not compile: line {error.lineno}: {error.message}",

@@ -49,14 +49,14 @@ async def generate(
 
 def _sampling_body(sampling: SamplingSettings, seed: int, *, greedy: bool) -> SamplingBody:
     """Greedy is temperature 0: the likeliest token, whatever the cuts."""
-    cuts = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-    return SamplingBody(
+    body = SamplingBody(
         max_new_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         sampling_seed=seed,
         temperature=0.0 if greedy else sampling.temperature,
-        **cuts,
     )
+    cuts = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    return body if greedy else body.model_copy(update=cuts)
 
 
 def _sample(request: SampleRequest, reply: GenerateReply) -> Sample:

@@ -40,7 +40,7 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 def tensor_digest(tensor: Tensor) -> str:
     """xxh3-128 of the raw bytes in logical order; strides do not matter, dtype and shape are the manifest's."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).cpu().numpy())
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).cpu().numpy().data)
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -89,7 +89,8 @@ def expand(body: GenerateBody) -> list[PromptItem]:
     top = _per_prompt("top_logprobs_num", body.top_logprobs_num, count)
     wanted = body.token_ids_logprob
     one_list = not wanted or not isinstance(wanted[0], list)
-    token_ids = [wanted] * count if one_list else _per_prompt("token_ids_logprob", wanted, count)
+    spread: list[Any] = [wanted] * count if one_list else _per_prompt("token_ids_logprob", list(wanted or ()), count)
+    token_ids = cast("list[list[int] | None]", spread)
     items = []
     for i, (text, ids) in enumerate(prompts):
         params = sampling[i]

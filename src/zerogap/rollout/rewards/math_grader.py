@@ -39,7 +39,9 @@ def grade(response: str, label: Any) -> list[bool]:
 
 def _parse(text: str) -> list[Any]:
     configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    return list(parse(text, configs, fallback_mode="no_fallback", parsing_timeout=None))
+    # None: no alarm signal, which works in the main thread alone; the worker process has the time limit.
+    no_alarm: Any = None
+    return list(parse(text, configs, fallback_mode="no_fallback", parsing_timeout=no_alarm))
 
 
 def _wrapped(label: str) -> str:
