@@ -8,6 +8,8 @@ M = rows, V = vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,23 @@ def token_logprobs(logits_MV: Tensor, token_ids_M: Tensor, temperature: float | 
 def of_tokens(logprobs_MV: Tensor, token_ids_M: Tensor) -> Tensor:
     """One token per row of full log-probabilities."""
     return logprobs_MV.gather(-1, token_ids_M.unsqueeze(-1)).squeeze(-1)
+
+
+def most_likely(logprobs_MV: Tensor, counts: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """(logprob, token id) of the `counts[m]` most likely tokens of each row, best first; of equals the lower id.
+
+    What a row gets does not depend on the other rows: equal values at its end are settled by id, not by the library.
+    """
+    V = logprobs_MV.shape[-1]
+    values_MK, ids_MK = logprobs_MV.topk(min(max(counts, default=0) + 1, V))
+    best = []
+    for row, count, values, ids in zip(range(len(counts)), counts, values_MK.tolist(), ids_MK.tolist(), strict=True):
+        if 0 < count < len(values) and values[count - 1] == values[count]:
+            sorted_V, order_V = logprobs_MV[row].sort(descending=True, stable=True)
+            values, ids = sorted_V[:count].tolist(), order_V[:count].tolist()  # noqa: PLW2901
+        pairs = zip(values[:count], ids[:count], strict=True)
+        best.append(sorted(pairs, key=lambda pair: (-pair[0], pair[1])))
+    return best
 
 
 def entropies(logprobs_MV: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ B = rows, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,42 @@ class SamplingRow:
     @property
     def truncates(self) -> bool:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """What a request adds to its logits before anything else: SGLang's penalties on the response so far, then a bias.
+
+    `token_ids`, `counts`: each token of the response and how often it is there; the prompt counts for nothing.
+    """
+
+    frequency: float = 0.0
+    presence: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    token_ids: Sequence[int] = ()
+    counts: Sequence[int] = ()
+
+
+def adjust(logits_BV: Tensor, adjustments: Sequence[Adjustment | None]) -> Tensor:
+    """The logits that are sampled from and reported on. Without any adjustment they are the same object.
+
+    Per token of the response: minus frequency * count and presence; then divided by `repetition` if positive, times it
+    if negative. The bias comes last. All in fp32 and element by element, so no row depends on another.
+    """
+    if not any(adjustments):
+        return logits_BV
+    out_BV = logits_BV.float().clone()
+    for row_V, a in zip(out_BV, adjustments, strict=True):
+        if a is None:
+            continue
+        if a.token_ids:
+            ids_S = torch.tensor(a.token_ids)
+            values_S = row_V[ids_S] - a.frequency * torch.tensor(a.counts, dtype=torch.float32) - a.presence
+            row_V[ids_S] = torch.where(values_S < 0, values_S * a.repetition, values_S / a.repetition)
+        if a.bias:
+            row_V[torch.tensor(list(a.bias))] += torch.tensor(list(a.bias.values()), dtype=torch.float32)
+    return out_BV
 
 
 def uniform(seed: int, position: int) -> float:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zerogap.numerics.logprob import entropies, full_logprobs, token_logprobs
+from zerogap.numerics.logprob import entropies, full_logprobs, most_likely, token_logprobs
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0]])
 
@@ -39,3 +39,25 @@ def test_entropy_is_taken_at_the_sampling_temperature():
 def test_entropy_of_a_certain_token_is_zero_not_nan():
     certain = torch.tensor([[0.0, -math.inf]])
     assert entropies(certain).item() == 0.0
+
+
+def test_the_most_likely_tokens_come_best_first_and_of_equals_the_lower_id():
+    row = torch.full((100,), -9.0)
+    row[[70, 30, 50]] = -1.0
+    row[99] = 0.0
+    assert most_likely(row.unsqueeze(0), [3]) == [[(0.0, 99), (-1.0, 30), (-1.0, 50)]]
+    assert [t for _, t in most_likely(row.unsqueeze(0), [100])[0]][:6] == [99, 30, 50, 70, 0, 1]
+    assert most_likely(row.unsqueeze(0), [0]) == [[]]
+
+
+def test_the_most_likely_tokens_of_a_row_do_not_depend_on_the_batch():
+    """Half of all values are equal, so the library's own order would show."""
+    logprobs = torch.randint(0, 12, (40, 300), generator=torch.Generator().manual_seed(0)).float()
+    counts = [i % 9 for i in range(40)]
+    together = most_likely(logprobs, counts)
+    assert together == [most_likely(logprobs[i : i + 1], [counts[i]])[0] for i in range(40)]
+
+
+def test_a_token_that_cannot_be_is_still_among_the_most_likely_of_few():
+    """A10: minus infinity is a value, not a fault."""
+    assert most_likely(torch.tensor([[0.0, -math.inf]]), [2]) == [[(0.0, 0), (-math.inf, 1)]]

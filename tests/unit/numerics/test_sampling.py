@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from zerogap.numerics.sampling import SamplingRow, sample, uniform
+from zerogap.numerics.sampling import Adjustment, SamplingRow, adjust, sample, uniform
 
 
 def noise(rows, vocab, seed=0):
@@ -72,3 +72,22 @@ def test_uniform_numbers_are_spread_and_keyed_by_seed_and_position():
     assert uniform(7, 3) == uniform(7, 3)
     assert min(values) >= 0
     assert max(values) < 1
+
+
+def test_penalties_follow_the_formula_of_the_reference():
+    """Minus frequency * count and presence, then repetition by sign, then the bias; other tokens keep their bits."""
+    logits = torch.tensor([[3.0, 1.0, -1.0, 0.5, 2.0]])
+    change = Adjustment(
+        frequency=0.5, presence=0.25, repetition=2.0, bias={0: -1.0, 3: 4.0}, token_ids=(0, 2), counts=(2, 1)
+    )
+    expected = [(3.0 - 1.0 - 0.25) / 2 - 1.0, 1.0, (-1.0 - 0.5 - 0.25) * 2, 4.5, 2.0]
+    assert adjust(logits, [change]).tolist() == [expected]
+    assert logits[0, 0] == 3.0, "the model's logits are not overwritten"
+
+
+def test_rows_without_an_adjustment_keep_their_bits():
+    logits = noise(3, 50)
+    assert adjust(logits, [None, None, None]) is logits
+    changed = adjust(logits, [None, Adjustment(bias={7: 1.0}), None])
+    assert torch.equal(changed[[0, 2]], logits[[0, 2]])
+    assert torch.equal(changed[1], adjust(logits[1:2], [Adjustment(bias={7: 1.0})])[0])
