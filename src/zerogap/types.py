@@ -20,6 +20,43 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Alternatives:
+    """What else could have stood at one position: (logprob, token id), from the distribution of the token itself.
+
+    `top`: the most likely ones, best first. `asked`: the ids that the request named, in its order.
+    """
+
+    top: Sequence[tuple[float, int]] = ()
+    asked: Sequence[tuple[float, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """Tokens and what belongs to each, in lists of equal length; checked here, wherever tokens cross a boundary.
+
+    Of a prompt the first logprob and alternatives are None: nothing stands before it. `alternatives` may be empty:
+    nobody asked for them.
+    """
+
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float | None] = ()
+    versions: Sequence[int] = ()
+    alternatives: Sequence[Alternatives | None] = ()
+
+    def __post_init__(self) -> None:
+        num = len(self.ids)
+        if len(self.logprobs) != num or len(self.versions) != num or len(self.alternatives) not in (0, num):
+            raise RolloutError(
+                f"a record of {num} token ids has {len(self.logprobs)} logprobs, {len(self.versions)} weight versions "
+                f"and {len(self.alternatives)} alternatives",
+                remedy="this is a defect of the engine: report it with the engine's log",
+            )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a prompt source. `prompt_id` is unique within `source`; `tags` are reported apart (e.g. 'tied')."""
 

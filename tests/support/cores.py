@@ -11,7 +11,7 @@ from typing import Any
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
-from zerogap.engine.requests import GenerateRequest, RequestOutput, SamplingParams
+from zerogap.engine.requests import NO_OPTIONS, GenerateRequest, LogprobOptions, RequestOutput, SamplingParams
 from zerogap.errors import ZerogapError
 from zerogap.types import FinishReason
 
@@ -43,9 +43,9 @@ class Ticket:
     def sink(self, output: RequestOutput) -> None:
         with self._moved:
             self.outputs.append(output)
-            self.ids += output.new_ids
-            self.logprobs += output.new_logprobs
-            self.versions += output.new_versions
+            self.ids += output.new.ids
+            self.logprobs += output.new.logprobs
+            self.versions += output.new.versions
             self._moved.notify_all()
         self.on_token()
 
@@ -72,9 +72,11 @@ class Ticket:
         return self
 
 
-def submit(core: EngineCore, rid: str, prompt: Sequence[int], **params: Any) -> Ticket:
+def submit(
+    core: EngineCore, rid: str, prompt: Sequence[int], logprobs: LogprobOptions = NO_OPTIONS, **params: Any
+) -> Ticket:
     ticket = Ticket(rid)
-    core.submit(GenerateRequest(rid, tuple(prompt), SamplingParams(**params)), ticket.sink)
+    core.submit(GenerateRequest(rid, tuple(prompt), SamplingParams(**params), logprobs), ticket.sink)
     return ticket
 
 

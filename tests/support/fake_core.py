@@ -1,7 +1,9 @@
 """A core without a model, for the server's tests: one thread, the real state table, tokens by arithmetic.
 
-Token k of a request is `(sum(prompt) + seed + k) % (VOCAB_SIZE - 2) + 2`, its logprob -1/(k + 1): a client can check
-every number. One step makes one token per running request. Run as a module it is a server process.
+Token k of a request is `(sum(prompt) + seed + k) % (VOCAB_SIZE - 2) + 2`, its logprob -1/(k + 1), that of prompt token
+k -k/4: a client can check every number. Of the alternatives of a token the first is itself, the others are impossible;
+the logprob of token t that was asked for is -t. One step makes one token per running request. Run as a module it is a
+server process.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import concurrent.futures
+import math
 import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +31,7 @@ from zerogap.engine.service import EngineService
 from zerogap.engine.state import StateMachine
 from zerogap.errors import EngineRejected, RolloutError, TransferFailed, ZerogapError
 from zerogap.model.tokenizer import Tokenizer
-from zerogap.types import FinishReason
+from zerogap.types import Alternatives, FinishReason, TokenRecord
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 256
@@ -156,6 +159,9 @@ class FakeCore:
     def _step(self, one: _Live) -> None:
         position = len(one.ids)
         params = one.request.params
+        if params.max_new_tokens == 0:
+            self._give(one, [], FinishReason.LENGTH)
+            return
         token = expected_tokens(list(one.request.input_ids), params.seed, position + 1)[-1]
         one.ids.append(token)
         one.holds_kv = True
@@ -175,12 +181,20 @@ class FakeCore:
         if reason is not None or error is not None:
             del self.live[one.request.rid]
         start = len(one.ids) - len(ids)
+        prompt_start, prompt_ids = one.request.logprobs.prompt_start, one.request.input_ids
+        prompt = unsent = None
+        if prompt_start is not None and start == 0 and reason is not FinishReason.ABORT:
+            logprobs: list[float | None] = [-k / 4 for k in range(prompt_start, len(prompt_ids))]
+            logprobs[:1] = [None] * min(1, len(logprobs))
+            prompt = self._record(one, prompt_ids[prompt_start:], logprobs)
+        if one.request.params.max_new_tokens == 0:
+            unsent = self._record(one, expected_tokens(list(prompt_ids), one.request.params.seed, 1), [-1.0])
         one.sink(
             RequestOutput(
                 rid=one.request.rid,
-                new_ids=ids,
-                new_logprobs=[-1.0 / (start + k + 1) for k in range(len(ids))],
-                new_versions=[self.weight_version] * len(ids),
+                new=self._record(one, ids, [-1.0 / (start + k + 1) for k in range(len(ids))]),
+                prompt=prompt,
+                unsent=unsent,
                 finish_reason=None if error else reason,
                 cached_tokens=0,
                 num_retractions=one.num_retractions,
@@ -188,6 +202,17 @@ class FakeCore:
                 error=error,
             )
         )
+
+    def _record(self, one: _Live, ids: Sequence[int], logprobs: Sequence[float | None]) -> TokenRecord:
+        options = one.request.logprobs
+        alternatives = []
+        for token, logprob in zip(ids, logprobs, strict=True):
+            top = [(logprob, token), *((-math.inf, (token + k) % VOCAB_SIZE) for k in range(1, options.top))]
+            asked = [(-float(t), t) for t in options.token_ids]
+            known = logprob is not None and options.alternatives
+            alternatives.append(Alternatives(top[: options.top], asked) if known else None)
+        versions = [self.weight_version] * len(ids)
+        return TokenRecord(ids, logprobs, versions, alternatives if options.alternatives else ())
 
     def _check(self, call: str, tags: tuple[str, ...] = ()) -> None:
         holding = sum(one.holds_kv for one in self.live.values())

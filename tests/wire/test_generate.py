@@ -172,8 +172,6 @@ async def test_an_engine_without_a_tokenizer_serves_ids_and_refuses_text(engine)
         ({"input_ids": [64]}, "outside the vocabulary of 64"),
         ({"input_ids": [1] * MAX_CONTEXT}, "do not fit the context"),
         ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": MAX_CONTEXT - 1}}, "do not fit the context"),
-        ({"input_ids": [1], "top_logprobs_num": 2}, "sampled tokens only"),
-        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 0}, "sampled tokens only"),
     ],
 )
 async def test_what_the_model_cannot_take_is_refused_and_nothing_is_left_behind(engine, body, what):

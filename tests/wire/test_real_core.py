@@ -71,6 +71,39 @@ async def test_logprobs_that_crossed_http_equal_the_trainers_to_the_last_bit(cli
     assert [streamed[i].output_logprobs for i in range(3)] == [r.output_logprobs for r in replies]
 
 
+async def test_scoring_over_http_gives_the_bits_of_generation(client):
+    """Reference 2.6; A10: top-5 with top_k 1 is valid JSON."""
+    made = await client.generate(body(PROMPTS))
+    whole = [[*prompt, *reply.output_ids] for prompt, reply in zip(PROMPTS, made, strict=True)]
+    for one, prompt, reply in zip(whole, PROMPTS, made, strict=True):
+        asked = GenerateBody(
+            input_ids=one,
+            sampling_params=SamplingBody(max_new_tokens=0, top_k=1),
+            return_logprob=True,
+            logprob_start_len=len(prompt) - 1,
+            top_logprobs_num=5,
+        )
+        (scored,) = await client.generate(asked)
+        entries = scored.meta["input_token_logprobs"]
+        assert entries[0] == [None, prompt[-1], None]
+        assert tuple(entry[0] for entry in entries[1:]) == reply.output_logprobs
+        assert tuple(entry[1] for entry in entries[1:]) == reply.output_ids
+        assert [len(row) for row in scored.meta["input_top_logprobs"][1:]] == [5] * 24
+        assert (scored.output_ids, scored.output_logprobs) == ((), ())
+        assert len(scored.meta["output_token_logprobs"]) == 1
+
+
+async def test_a_bias_over_http_forces_and_forbids_tokens(client):
+    forced = await client.generate(body(PROMPTS, new=5, logit_bias={"7": 1000.0}))
+    assert {r.output_ids for r in forced} == {(7,) * 5}
+    assert {r.output_logprobs for r in forced} == {(0.0,) * 5}
+    free = await client.generate(body(PROMPTS, new=5))
+    barred = {str(t): -1e30 for r in free for t in r.output_ids}
+    assert not {int(t) for t in barred} & {
+        t for r in await client.generate(body(PROMPTS, new=5, logit_bias=barred)) for t in r.output_ids
+    }
+
+
 async def test_the_models_own_eos_ends_a_response(client):
     decoder = tiny_decoder()
     params = [SamplingBody(max_new_tokens=200, sampling_seed=seed) for seed in range(8)]

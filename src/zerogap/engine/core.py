@@ -46,6 +46,7 @@ class _Live:
     sequence: Running
     sink: Sink
     num_told: int = 0
+    told_prompt: bool = False
 
 
 class EngineCore:
@@ -112,7 +113,8 @@ class EngineCore:
 
     def _check_ids(self, request: GenerateRequest) -> None:
         """One index outside of a table would fail the step, and with it everybody's requests."""
-        ids, longest = request.input_ids, len(request.input_ids) + request.params.max_new_tokens
+        longest = len(request.input_ids) + request.params.max_new_tokens
+        ids = (*request.input_ids, *request.logprobs.token_ids, *request.params.logit_bias)
         outside = next((t for t in ids if not 0 <= t < self.vocab_size), None)
         if outside is not None or longest > self.max_context:
             what = f"{longest} tokens" if outside is None else f"token id {outside}"
@@ -197,20 +199,25 @@ class EngineCore:
 
     def _report(self, live: _Live) -> None:
         """Tells the client what is new. A client whose sink raises is gone; the others are not."""
-        sequence, told = live.sequence, live.num_told
+        sequence, told, prompt = live.sequence, live.num_told, None
         live.num_told = sequence.num_output
+        if sequence.scores is not None and sequence.scores.complete and not live.told_prompt:
+            live.told_prompt = True
+            prompt = sequence.scores.record(
+                sequence.prompt_ids, self.runner.weight_version, alternatives=sequence.options.alternatives
+            )
         if sequence.ended and self._live.get(sequence.rid) is live:
             del self._live[sequence.rid]
         output = RequestOutput(
             rid=sequence.rid,
-            new_ids=sequence.tokens[len(sequence.prompt_ids) + told :],
-            new_logprobs=sequence.logprobs[told:],
-            new_versions=sequence.versions[told:],
+            new=sequence.record(told),
             finish_reason=sequence.finish_reason,
             cached_tokens=sequence.num_cached,
             num_retractions=sequence.num_retractions,
             weight_version=self.runner.weight_version,
             error=sequence.error,
+            prompt=prompt,
+            unsent=sequence.unsent,
         )
         try:
             live.sink(output)
@@ -223,7 +230,7 @@ class EngineCore:
     def _add(self, request: GenerateRequest, sink: Sink) -> None:
         params = request.params
         stop_ids = frozenset() if params.ignore_eos else self._eos_ids | params.stop_token_ids
-        sequence = Running(request.rid, request.input_ids, params, stop_ids & self._vocabulary)
+        sequence = Running(request.rid, request.input_ids, params, stop_ids & self._vocabulary, request.logprobs)
         live = _Live(sequence, sink)
         if request.rid in self._live:
             sequence.error = ConfigError(

@@ -11,11 +11,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import regex
+
 from zerogap.engine.requests import RequestOutput
-from zerogap.errors import ZerogapError
+from zerogap.errors import ConfigError, ZerogapError
 from zerogap.model.tokenizer import IncrementalDecoder, Tokenizer
-from zerogap.types import FinishReason
-from zerogap.wire.codec import PromptItem, version_spans
+from zerogap.types import Alternatives, FinishReason, TokenRecord
+from zerogap.wire.codec import PromptItem, logprob_fields, version_spans
+
+PATTERN_SECONDS = 0.1
+"""One search for a stop pattern may take so long: it runs on the core's thread, and a pattern can be made to take for
+ever."""
 
 
 class Response:
@@ -24,8 +30,11 @@ class Response:
     def __init__(self, item: PromptItem, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self.item, self.prompt_ids, self.tokenizer = item, prompt_ids, tokenizer
         self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.logprobs: list[float | None] = []
         self.versions: list[int] = []
+        self.alternatives: list[Alternatives | None] = []
+        self.prompt = TokenRecord()
+        self.unsent = TokenRecord()
         self.num_ready = 0
         self.finish_reason: dict[str, Any] | None = None
         self.error: ZerogapError | None = None
@@ -34,7 +43,9 @@ class Response:
         self.ended = 0.0
         skip = item.sampling.skip_special_tokens
         self._stops = item.sampling.stops
-        self._watch = IncrementalDecoder(tokenizer, skip_special=skip) if tokenizer and self._stops else None
+        self._patterns = [(pattern, regex.compile(pattern)) for pattern in item.sampling.stop_patterns]
+        watching = tokenizer is not None and (self._stops or self._patterns)
+        self._watch = IncrementalDecoder(tokenizer, skip_special=skip) if tokenizer and watching else None
         self._watched = ""
         self._stream = IncrementalDecoder(tokenizer, skip_special=skip) if tokenizer else None
         self._streamed, self._num_streamed = "", 0
@@ -49,15 +60,19 @@ class Response:
             return
         self.cached_tokens, self.num_retractions = output.cached_tokens, output.num_retractions
         self.weight_version = output.weight_version
-        for token, logprob, version in zip(output.new_ids, output.new_logprobs, output.new_versions, strict=True):
+        self.prompt, self.unsent = output.prompt or self.prompt, output.unsent or self.unsent
+        new = output.new
+        for i, token in enumerate(new.ids):
             self.ids.append(token)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            matched = self._stop_string(token)
-            if matched is not None:
-                self._finish({"type": "stop", "matched": matched})
+            self.logprobs.append(new.logprobs[i])
+            self.alternatives += new.alternatives[i : i + 1]
+            self.versions.append(new.versions[i])
+            self._look_for_a_stop(token)
+            if self.finished:
                 break
         self.num_ready = len(self.versions)
+        if self.error is not None:
+            return
         if output.error is not None:
             self.error = output.error
         elif output.finish_reason is not None and self.finish_reason is None:
@@ -75,15 +90,34 @@ class Response:
             return {"type": "length", "length": len(self.ids)}
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
-    def _stop_string(self, token: int) -> str | None:
-        """The stop string that this token completes, if the response is long enough to stop."""
+    def _look_for_a_stop(self, token: int) -> None:
+        """Ends the response if this token completes a stop string or pattern, and it is long enough to stop."""
         if self._watch is None:
-            return None
+            return
         self._watched += self._watch.push([token])
         if len(self.ids) < self.item.sampling.min_new_tokens:
-            return None
+            return
         found = [(self._watched.find(stop), stop) for stop in self._stops if stop in self._watched]
-        return min(found)[1] if found else None
+        matched = min(found)[1] if found else self._matching_pattern()
+        if matched is not None:
+            self._finish({"type": "stop", "matched": matched})
+
+    def _matching_pattern(self) -> str | None:
+        for pattern, compiled in self._patterns:
+            try:
+                if compiled.search(self._watched, timeout=PATTERN_SECONDS):
+                    return pattern
+            except TimeoutError:
+                self.error = ConfigError(
+                    f"request {self.item.rid}: the search for stop_regex {pattern!r} took over {PATTERN_SECONDS} s",
+                    remedy="give a pattern without nested repetitions, or a stop string",
+                )
+                return None
+        return None
+
+    def record(self, count: int) -> TokenRecord:
+        """The first `count` tokens, and that their lists are of one length."""
+        return TokenRecord(self.ids[:count], self.logprobs[:count], self.versions[:count], self.alternatives[:count])
 
     def reply(self) -> dict[str, Any]:
         """The whole reply, once finished."""
@@ -100,7 +134,8 @@ class Response:
         return self._json(self._streamed if self._stream else None, num_ready, None)
 
     def _json(self, text: str | None, count: int, finish_reason: dict[str, Any] | None) -> dict[str, Any]:
-        ids, versions = self.ids[:count], self.versions[:count]
+        record = self.record(count)
+        versions = record.versions
         meta: dict[str, Any] = {
             "id": self.item.rid,
             "finish_reason": finish_reason,
@@ -113,19 +148,24 @@ class Response:
             "sampling_seed": self.item.seed,
         }
         if self.item.return_logprob:
-            meta["output_token_logprobs"] = [
-                [logprob, token, text]
-                for logprob, token, text in zip(self.logprobs[:count], ids, self._token_texts(ids), strict=True)
-            ]
-            meta["output_token_logprobs_length"] = count
-            meta["input_token_logprobs"] = []
+            meta |= self._logprobs(record)
         if finish_reason is not None:
             meta["weight_versions"] = version_spans(versions, self.weight_version)
             meta["e2e_latency"] = self.ended - self.began
         reply: dict[str, Any] = {} if text is None else {"text": text}
-        return reply | {"output_ids": ids, "meta_info": meta}
+        return reply | {"output_ids": list(record.ids), "meta_info": meta}
 
-    def _token_texts(self, ids: list[int]) -> list[str | None]:
+    def _logprobs(self, record: TokenRecord) -> dict[str, Any]:
+        """A request for no tokens has one entry all the same, as in SGLang: of the token that would have come."""
+        shown = record or self.unsent
+        fields = logprob_fields("output", shown, self.item, self._token_texts)
+        fields["output_token_logprobs_length"] = len(shown)
+        fields |= logprob_fields("input", self.prompt, self.item, self._token_texts)
+        if self.item.logprob_start_len >= 0:
+            fields["input_weight_versions"] = version_spans(self.prompt.versions, self.weight_version)
+        return fields
+
+    def _token_texts(self, ids: Sequence[int]) -> Sequence[str | None]:
         if self.tokenizer is None or not self.item.return_text_in_logprobs:
             return [None] * len(ids)
         return [self.tokenizer.decode([token], False) for token in ids]

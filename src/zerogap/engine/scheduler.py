@@ -86,8 +86,8 @@ class Scheduler:
             self._find_prefix(sequence, salt)
             missing = len(sequence.tokens) - sequence.num_computed
             leader = leaders.get(self._identity(sequence))
-            if leader is not None and leader.start > sequence.num_computed:
-                leader = None
+            if leader is not None and (leader.start > sequence.num_computed or sequence.unscored):
+                leader = None  # it has no rows of its own to score
             spare = len(self.running)  # one block each, so that those who run can grow for a while
             too_big = self._blocks_missing(sequence, missing) + spare > self.pool.num_available
             if too_big or (leader is None and not budget):
@@ -133,12 +133,17 @@ class Scheduler:
         return Work(sequence, start, count)
 
     def _find_prefix(self, sequence: Sequence, salt: bytes) -> None:
-        """Takes the cached blocks of its tokens. The last token is never among them: it has to give logits."""
+        """Takes the cached blocks of its tokens. The last token is never among them, nor one whose row is to be scored:
+        they have to give logits. Scores of a part of the prompt are made anew if the weights have changed.
+        """
         size = self.pool.block_size
+        unscored = sequence.unscored
         if sequence.salt != salt:
             sequence.salt, sequence.names = salt, []
-        wanted = (len(sequence.tokens) - 1) // size
-        extend_names(sequence.names, sequence.tokens, wanted, size, salt)
+            if unscored:
+                unscored.clear()
+        extend_names(sequence.names, sequence.tokens, (len(sequence.tokens) - 1) // size, size, salt)
+        wanted = (len(sequence.tokens) - 1 if unscored is None else unscored.next_row) // size
         sequence.blocks = self.pool.match(sequence.names[:wanted])
         sequence.num_named = len(sequence.blocks)
         sequence.num_computed = sequence.num_named * size

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from zerogap.engine.requests import GenerateRequest, RequestOutput, SamplingParams
+from zerogap.engine.admission import Admission
+from zerogap.engine.requests import GenerateRequest, RequestOutput
 from zerogap.engine.responses import Answer
 from zerogap.engine.responses import Response as Generated
 from zerogap.errors import ConfigError, EngineStateError, EngineUnreachable, ZerogapError
@@ -59,6 +60,7 @@ class EngineService:
 
     def __init__(self, core: Core, *, name: str, model_folder: Path, tokenizer: Tokenizer | None) -> None:
         self.core, self.name, self.tokenizer = core, name, tokenizer
+        self.admission = Admission(core, tokenizer, model_folder)
         self._model_path, self._started = str(model_folder), time.time()
         self._config: dict[str, Any] = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
         self._live: dict[str, str] = {}  # rid of every unfinished response -> the rid that the client gave
@@ -94,8 +96,8 @@ class EngineService:
                     f"Duplicate request ID detected: {item.rid}",
                     remedy="give each live request its own rid, or abort the old one first",
                 )
-        responses = [Generated(item, self._prompt_ids(item), self.tokenizer) for item in items]
-        requests = [self._request(r.item, r.prompt_ids, stream=stream) for r in responses]
+        responses = [Generated(item, self.admission.prompt_ids(item), self.tokenizer) for item in items]
+        requests = [self.admission.request(r.item, r.prompt_ids) for r in responses]
         answer = Answer(responses, asyncio.get_running_loop(), stream=stream)
         self._open.add(answer)
         try:
@@ -115,59 +117,6 @@ class EngineService:
                 self.core.control("abort_request", rid=rid, abort_all=False)  # a stop string ended it
 
         return sink
-
-    def _prompt_ids(self, item: PromptItem) -> list[int]:
-        ids = item.input_ids
-        if ids is None:
-            ids = self._needs_tokenizer("a text prompt").encode(item.text or "", add_special=True)
-        limit = self.core.max_context
-        if len(ids) >= limit or len(ids) + (item.sampling.max_new_tokens or 0) > limit:
-            raise ConfigError(
-                f"request {item.rid}: {len(ids)} prompt tokens and {item.sampling.max_new_tokens} new ones do not fit "
-                f"the context of {limit}",
-                remedy="shorten the prompt or lower max_new_tokens",
-            )
-        worst = max(ids, default=0)
-        if worst >= self.core.vocab_size:
-            raise ConfigError(
-                f"request {item.rid}: token id {worst} is outside the vocabulary of {self.core.vocab_size}",
-                remedy="encode the prompt with this model's tokenizer",
-            )
-        return ids
-
-    def _request(self, item: PromptItem, prompt_ids: Sequence[int], *, stream: bool) -> GenerateRequest:
-        params = item.sampling
-        if params.stops:
-            self._needs_tokenizer("a stop string")
-        if item.top_logprobs_num or item.token_ids_logprob or (item.return_logprob and item.logprob_start_len >= 0):
-            raise ConfigError(
-                f"request {item.rid}: logprobs are given for the sampled tokens only",
-                remedy="leave out top_logprobs_num, token_ids_logprob and logprob_start_len",
-            )
-        room = self.core.max_context - len(prompt_ids)
-        return GenerateRequest(
-            rid=item.rid,
-            input_ids=tuple(prompt_ids),
-            params=SamplingParams(
-                max_new_tokens=room if params.max_new_tokens is None else params.max_new_tokens,
-                min_new_tokens=params.min_new_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                min_p=params.min_p,
-                seed=item.seed,
-                stop_token_ids=frozenset(params.stop_token_ids),
-                ignore_eos=params.ignore_eos,
-            ),
-        )
-
-    def _needs_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{what} needs a tokenizer, and {self._model_path} has none",
-                remedy="send input_ids and stop_token_ids, or put tokenizer.json into the model folder",
-            )
-        return self.tokenizer
 
     def _with_prompt(self, reply: dict[str, Any], response: Generated, body: messages.GenerateBody) -> dict[str, Any]:
         return reply | {"prompt_token_ids": list(response.prompt_ids)} if body.return_prompt_token_ids else reply
@@ -295,6 +244,7 @@ class EngineService:
                 "max_req_input_len": self.core.max_context - 1,
                 "startup_time": self._started,
                 "version": version("zerogap"),
+                "return_original_logprob": self.admission.original_logprobs,
                 "internal_states": [{"weight_version": str(ours["weight_version"])}],
                 "zerogap": ours,
             }

@@ -37,6 +37,7 @@ async def generate(
         input_ids=[list(r.prompt.token_ids) for r in requests],
         sampling_params=[_sampling_body(sampling, r.seed, greedy=greedy) for r in requests],
         return_logprob=True,
+        return_original_logprob=False,  # the trainer divides by the temperature too
     )
     replies = await engine.generate(body, deadline_seconds=deadline_seconds)
     if len(replies) != len(requests):

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
 from zerogap import errors
 from zerogap.errors import ConfigError, EngineRejected, ProtocolMismatch, ZerogapError
-from zerogap.types import FinishReason
+from zerogap.types import Alternatives, FinishReason, TokenRecord
 from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
 from zerogap.wire.messages import GenerateBody, SamplingBody
 
@@ -70,6 +70,7 @@ class PromptItem:
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
     return_text_in_logprobs: bool
+    return_original_logprob: bool | None
 
 
 def is_batch(body: GenerateBody) -> bool:
@@ -87,6 +88,8 @@ def expand(body: GenerateBody) -> list[PromptItem]:
     logprob = _per_prompt("return_logprob", body.return_logprob, count)
     start = _per_prompt("logprob_start_len", body.logprob_start_len, count)
     top = _per_prompt("top_logprobs_num", body.top_logprobs_num, count)
+    given: Any = body.return_original_logprob
+    original: list[bool | None] = _per_prompt("return_original_logprob", given, count)
     wanted = body.token_ids_logprob
     one_list = not wanted or not isinstance(wanted[0], list)
     spread: list[Any] = [wanted] * count if one_list else _per_prompt("token_ids_logprob", list(wanted or ()), count)
@@ -109,6 +112,7 @@ def expand(body: GenerateBody) -> list[PromptItem]:
                     top_logprobs_num=top[i],
                     token_ids_logprob=token_ids[i] or None,
                     return_text_in_logprobs=body.return_text_in_logprobs,
+                    return_original_logprob=original[i],
                 )
             )
     return items
@@ -151,6 +155,45 @@ def _rids(rid: str | list[str] | None, count: int) -> list[str]:
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
+
+
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""The most negative finite number of fp32: what minus infinity is sent as, because JSON has no word for it."""
+
+TokenTexts = Callable[[Sequence[int]], Sequence[str | None]]
+
+
+def logprob_entries(
+    logprobs: Sequence[float | None], ids: Sequence[int], texts: TokenTexts
+) -> list[list[float | int | str | None]]:
+    """SGLang's `[logprob, token id, text or null]`."""
+    return [
+        [value if value is None or value >= LOWEST_LOGPROB else LOWEST_LOGPROB, token, text]
+        for value, token, text in zip(logprobs, ids, texts(ids), strict=True)
+    ]
+
+
+def alternative_entries(
+    alternatives: Sequence[Alternatives | None], kind: Literal["top", "asked"], texts: TokenTexts
+) -> list[list[list[float | int | str | None]] | None]:
+    """Per position a list of entries, or null where there is nothing to tell."""
+    rows: list[list[list[float | int | str | None]] | None] = []
+    for one in alternatives:
+        pairs = () if one is None else getattr(one, kind)
+        rows.append(logprob_entries([p[0] for p in pairs], [p[1] for p in pairs], texts) if pairs else None)
+    return rows
+
+
+def logprob_fields(
+    side: Literal["input", "output"], record: TokenRecord, item: PromptItem, texts: TokenTexts
+) -> dict[str, Any]:
+    """What `meta_info` says of a prompt (`input`) or of a response (`output`), as far as the request asked."""
+    fields: dict[str, Any] = {f"{side}_token_logprobs": logprob_entries(record.logprobs, record.ids, texts)}
+    if item.top_logprobs_num:
+        fields[f"{side}_top_logprobs"] = alternative_entries(record.alternatives, "top", texts)
+    if item.token_ids_logprob:
+        fields[f"{side}_token_ids_logprobs"] = alternative_entries(record.alternatives, "asked", texts)
+    return fields
 
 
 def version_spans(versions: Sequence[int], present: int) -> list[dict[str, Any]]:

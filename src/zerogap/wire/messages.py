@@ -9,12 +9,16 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
 INT64_MAX = 2**63 - 1
 MAX_STOPS = 32
+MAX_REGEX_BYTES = 256
+MAX_BIAS = 1e30
+"""Above it a bias divided by a small temperature is no number in fp32."""
 MAX_SAMPLES_PER_PROMPT = 4096
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
@@ -60,6 +64,24 @@ def _few(stops: str | list[str]) -> str | list[str]:
     return stops
 
 
+def _compilable(patterns: str | list[str]) -> str | list[str]:
+    for pattern in [patterns] if isinstance(patterns, str) else _few(patterns):
+        if len(pattern.encode()) > MAX_REGEX_BYTES:
+            raise ValueError(f"a pattern of {len(pattern.encode())} bytes; at most {MAX_REGEX_BYTES}")
+        try:
+            regex.compile(pattern)
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"the pattern {pattern!r} does not compile: {error}") from error
+    return patterns
+
+
+def _token_ids(bias: dict[str, float]) -> dict[str, float]:
+    for key in bias:
+        if not (key.isascii() and key.isdecimal()):
+            raise ValueError(f"the key {key!r} is no token id")
+    return bias
+
+
 class SamplingBody(BaseModel):
     """SGLang's `sampling_params`. An explicit null means the default, but `max_new_tokens: null` means no limit."""
 
@@ -71,7 +93,14 @@ class SamplingBody(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1), AfterValidator(_all_or_some)] = -1
     min_p: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2, strict=False)] = 1.0
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, strict=False)]], AfterValidator(_token_ids)
+    ] = {}
     stop: Annotated[str | list[str], AfterValidator(_few)] = []
+    stop_regex: Annotated[str | list[str], AfterValidator(_compilable)] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -104,21 +133,24 @@ class SamplingBody(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings; an empty one would end every response at once and is dropped."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop
-        return tuple(s for s in given if s)
+        return _given(self.stop)
+
+    @property
+    def stop_patterns(self) -> tuple[str, ...]:
+        """The patterns that end a response; an empty one is dropped."""
+        return _given(self.stop_regex)
+
+
+def _given(texts: str | list[str]) -> tuple[str, ...]:
+    return tuple(text for text in ([texts] if isinstance(texts, str) else texts) if text)
 
 
 UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "stop_regex": ("", []),
     "beam_width": (1,),
     "json_schema": ("",),
     "regex": ("",),
     "ebnf": ("",),
     "structural_tag": ("",),
-    "logit_bias": ({},),
     "custom_params": ({},),
     "watermark": (),
 }
@@ -126,7 +158,11 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 class GenerateBody(Body):
-    """`/generate`: one prompt or a batch, as text or token ids; lists elsewhere give one entry per prompt."""
+    """`/generate`: one prompt or a batch, as text or token ids; lists elsewhere give one entry per prompt.
+
+    `return_original_logprob` is ours: the temperature is left out of the logprobs, as `SGLANG_RETURN_ORIGINAL_LOGPROB`
+    has it for all requests of a server; null: as that says.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[TokenId] | list[list[TokenId]] | None = None
@@ -137,6 +173,7 @@ class GenerateBody(Body):
     top_logprobs_num: Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]] = 0
     token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
     return_text_in_logprobs: bool = False
+    return_original_logprob: bool | list[bool] | None = None
     return_prompt_token_ids: bool = False
     stream: bool = False
 

@@ -43,7 +43,11 @@ ROUTES: tuple[Route, ...] = (
         body_required=True,
         ours="`text` together with `input_ids` is refused. `sampling_seed` is always honoured; sample i of `n` uses "
         "seed + i, has the rid `RID-i`, and is aborted by `RID` too. A misspelt top-level key is refused. "
-        "A logprob that is not a number is an error, never a stop. "
+        "A logprob that is not a number is an error, never a stop. `min_new_tokens` and truncation restrict the choice "
+        "and never the logprob; penalties and bias change both (docs/parity.md). `top_logprobs_num` without "
+        "`return_logprob` is refused. A `stop_regex` that searches for over 0.1 s is an error of its request alone. "
+        "A prompt as long as the context can be scored with `max_new_tokens: 0`. With prompt logprobs, "
+        "`input_weight_versions` says which weights scored them. "
         "`weight_versions` spans are always present in the last message.",
     ),
     Route(

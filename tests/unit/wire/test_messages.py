@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from zerogap.errors import ConfigError
@@ -37,7 +40,16 @@ def test_null_means_the_default_except_for_the_length_limit():
         (SamplingBody, {"max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens 3 is above"),
         (SamplingBody, {"sampling_seed": 2**63}, "sampling_seed"),
         (SamplingBody, {"stop": ["x"] * 33}, "33 stop strings"),
-        (SamplingBody, {"repetition_penalty": 1.1}, "`repetition_penalty` is not supported"),
+        (SamplingBody, {"repetition_penalty": 2.1}, "repetition_penalty"),
+        (SamplingBody, {"repetition_penalty": 0}, "repetition_penalty"),
+        (SamplingBody, {"frequency_penalty": -2.5}, "frequency_penalty"),
+        (SamplingBody, {"presence_penalty": 2.5}, "presence_penalty"),
+        (SamplingBody, {"logit_bias": {"a": 1.0}}, "the key 'a' is no token id"),
+        (SamplingBody, {"logit_bias": {"-1": 1.0}}, "the key '-1' is no token id"),
+        (SamplingBody, {"logit_bias": {"1": 1e31}}, "logit_bias.1"),
+        (SamplingBody, {"stop_regex": "("}, "does not compile"),
+        (SamplingBody, {"stop_regex": "x" * 257}, "257 bytes"),
+        (SamplingBody, {"stop_regex": ["x"] * 33}, "33 stop strings"),
         (SamplingBody, {"json_schema": "{}"}, "`json_schema` is not supported"),
         (GenerateBody, {"input_ids": [1.0]}, "input_ids"),
         (GenerateBody, {"input_ids": [-1]}, "input_ids"),
@@ -60,6 +72,12 @@ def test_a_bad_field_is_refused_by_name(model: type[BaseModel], body: Any, named
 def test_unsupported_parameters_that_ask_for_nothing_are_accepted():
     SamplingBody.model_validate({"repetition_penalty": 1.0, "frequency_penalty": 0, "json_schema": None, "regex": ""})
     GenerateBody.model_validate({"input_ids": [1], "lora_path": None, "return_routed_experts": False})
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_pattern_or_is_refused(text: str):
+    with suppress(ConfigError):
+        read_body(SamplingBody, {"stop_regex": text})
 
 
 def test_keys_of_a_newer_client_are_ignored():
