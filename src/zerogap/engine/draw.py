@@ -29,7 +29,7 @@ _SCORED_TOGETHER = 64
 class Drawn(NamedTuple):
     token: int
     logprob: float
-    alternatives: Alternatives | None
+    alternatives: Alternatives | None = None
 
 
 class RowToScore(NamedTuple):
@@ -43,6 +43,9 @@ class RowToScore(NamedTuple):
 def draw(logits_BV: Tensor, sequences: ListLike[Sequence]) -> list[Drawn]:
     """The next token of each sequence."""
     rows = [s.sampling_row for s in sequences]
+    if all(s.plain for s in sequences):
+        tokens_B, logprobs_B, _ = sample(logits_BV, rows)
+        return [Drawn(token, logprob) for token, logprob in zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)]
     z_BV = adjust(logits_BV, [s.adjustment for s in sequences])
     tokens_B, logprobs_B, logprobs_BV = sample(_without_early_stops(z_BV, sequences), rows)
     others = [i for i, s in enumerate(sequences) if _stops_early(s) or _drawn_apart(s, rows[i])]

@@ -158,7 +158,8 @@ class Sequence:
 
     `num_computed` counts the leading tokens whose keys and values are in the cache; a retract sets it to 0 and keeps
     the rest. `names` are those of its full blocks under `salt`, `num_named` of its present blocks have one. `proven`
-    says that a finite logprob came out of all that was computed so far.
+    says that a finite logprob came out of all that was computed so far. `plain`: it reports the distribution that it
+    draws from, which is the model's own, and no alternatives.
     """
 
     rid: str
@@ -171,6 +172,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
     scores: PromptScores | None = field(init=False)
+    plain: bool = field(init=False)
     unsent: TokenRecord | None = None
     blocks: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
@@ -188,6 +190,8 @@ class Sequence:
         self.tokens = list(self.prompt_ids)
         start, num = self.options.prompt_start, len(self.prompt_ids)
         self.scores = None if start is None else PromptScores(start, max(num - 1 - start, 0))
+        p, o = self.params, self.options
+        self.plain = not (p.penalises or p.logit_bias or p.min_new_tokens or o.original or o.alternatives)
 
     @property
     def output_ids(self) -> list[int]:
