@@ -11,7 +11,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from zerogap.engine.service import EngineService, json_reply
+from zerogap.engine.replies import json_reply
+from zerogap.engine.service import EngineService
 from zerogap.errors import ConfigError, EngineRejected, ZerogapError
 from zerogap.wire import codec
 from zerogap.wire.routes import GET, ROUTES, Route
@@ -25,7 +26,7 @@ def build_app(service: EngineService) -> FastAPI:
     """The application: every route of the table, and one shape for every error."""
     app = FastAPI(title="zerogap rollout engine", version=version("zerogap"), docs_url=None, redoc_url=None)
     for route in ROUTES:
-        endpoint = _endpoint(route, getattr(service, route.name))
+        endpoint = _endpoint(route, service.handler(route.name))
         for path, method in itertools.product((route.path, *route.aliases), route.methods):
             app.add_api_route(
                 path,

@@ -25,8 +25,9 @@ from fastapi import FastAPI
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.app import build_app
+from zerogap.engine.calls import Core
 from zerogap.engine.core import EngineCore
-from zerogap.engine.service import Core, EngineService
+from zerogap.engine.service import EngineService
 from zerogap.errors import ConfigError
 from zerogap.model.tokenizer import Tokenizer
 

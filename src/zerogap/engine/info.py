@@ -1,0 +1,98 @@
+"""The only place that says what this engine is and how it is: model, settings, health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+
+from zerogap.engine.calls import Core, call
+from zerogap.engine.control import ControlRoutes
+from zerogap.engine.generation import GenerationRoutes
+from zerogap.engine.replies import json_reply
+from zerogap.errors import EngineUnreachable
+from zerogap.wire import messages
+
+MAX_STALL_SECONDS = 60.0
+"""An engine with work that has not finished a step for this long is not healthy."""
+HEALTH_GENERATE_SECONDS = 20.0
+
+
+class InfoRoutes:
+    """`/health`, `/model_info`, `/server_info` and their like."""
+
+    def __init__(self, core: Core, generation: GenerationRoutes, control: ControlRoutes, *, name: str) -> None:
+        self.core, self.name = core, name
+        self._generation, self._control = generation, control
+        self._started = time.time()
+        self._config: dict[str, Any] = json.loads(
+            (Path(control.model_path) / "config.json").read_text(encoding="utf-8")
+        )
+
+    async def health(self, body: messages.EmptyBody, _: Request) -> Response:
+        failure = self.core.failure
+        if failure is not None:
+            raise failure
+        status = self.core.status()
+        if status["seconds_stalled"] > MAX_STALL_SECONDS:
+            raise EngineUnreachable(
+                f"{self.name} has work and finished no step for {status['seconds_stalled']:.0f} s",
+                remedy="see the engine's log; restart it if it stays so",
+                **status,
+            )
+        return json_reply({"status": "ok", "engine": self.name, **status})
+
+    async def health_generate(self, body: messages.EmptyBody, request: Request) -> Response:
+        if self.core.status()["state"] == "running":
+            params = messages.SamplingBody(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+            try:
+                async with asyncio.timeout(HEALTH_GENERATE_SECONDS):
+                    await self._generation.generate(
+                        messages.GenerateBody(input_ids=[0], sampling_params=params), request
+                    )
+            except TimeoutError as error:
+                raise EngineUnreachable(
+                    f"{self.name} generated no token within {HEALTH_GENERATE_SECONDS:g} s",
+                    remedy="see the engine's log; restart it if it stays so",
+                ) from error
+        return await self.health(body, request)
+
+    async def model_info(self, body: messages.EmptyBody, _: Request) -> Response:
+        return json_reply(
+            {
+                "model_path": self._control.model_path,
+                "served_model_name": self.name,
+                "tokenizer_path": self._control.model_path if self._generation.tokenizer else None,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": str(self.core.status()["weight_version"]),
+                "load_format": "auto",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": self._config.get("model_type"),
+                "architectures": self._config.get("architectures"),
+            }
+        )
+
+    async def server_info(self, body: messages.EmptyBody, _: Request) -> Response:
+        ours = await call(self.core, "server_info")
+        ours["engine"] = self.name
+        return json_reply(
+            {
+                "model_path": self._control.model_path,
+                "served_model_name": self.name,
+                "dtype": ours.get("dtype"),
+                "max_total_num_tokens": ours.get("num_kv_tokens"),
+                "max_req_input_len": self.core.max_context - 1,
+                "startup_time": self._started,
+                "version": version("zerogap"),
+                "return_original_logprob": self._generation.admission.original_logprobs,
+                "internal_states": [{"weight_version": str(ours["weight_version"])}],
+                "zerogap": ours,
+            }
+        )
