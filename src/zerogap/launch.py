@@ -7,16 +7,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from zerogap.client.http import Deadlines, EngineClient
 from zerogap.config.load import Resolved, to_toml
 from zerogap.config.schema import RunConfig
+from zerogap.engines import Engines
 from zerogap.errors import ConfigError, EngineUnreachable
 from zerogap.log import setup_logging
 from zerogap.loop import Loop
@@ -24,14 +23,13 @@ from zerogap.model.importer import resolve
 from zerogap.model.registry import load_decoder, parse_dtype, read_config
 from zerogap.model.tokenizer import Tokenizer
 from zerogap.numerics.certify import Certificate, certify
-from zerogap.placement import Colocated
+from zerogap.placement import Colocated, Disaggregated
 from zerogap.report.live import LiveView
 from zerogap.report.page import write_report
 from zerogap.report.recorder import Recorder
 from zerogap.rollout.prompts import Data, open_data
 from zerogap.rollout.rewards import make_reward, open_reward
 from zerogap.supervise.interrupts import Interrupts
-from zerogap.supervise.processes import ChildProcess
 from zerogap.trainer import checkpoint
 from zerogap.trainer.trainer import Trainer
 from zerogap.weights.modes.ipc import IpcSender
@@ -43,11 +41,6 @@ def train(resolved: Resolved) -> int:
     """Runs to the end; the exit code. Everything that can be wrong with the input is found before anything starts."""
     setup_logging("driver", "WARNING")
     config = resolved.config
-    if config.engine.urls:
-        raise ConfigError(
-            f"engine.urls={list(config.engine.urls)} is set, but only engines that the run starts are supported yet",
-            remedy="leave engine.urls out; attaching engines by url comes with disaggregated placement",
-        )
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
     model_folder = resolve(config.model.path)
     data = open_data(
@@ -87,22 +80,22 @@ def run_folder(config: RunConfig) -> Path:
 
 
 async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path) -> int:
-    children: list[ChildProcess] = []
+    started: list[Engines] = []
 
-    def end_children() -> None:
-        for child in children:
-            child.stop(1.0)
+    def end_engines() -> None:
+        for engines in started:
+            engines.stop(1.0)
 
-    interrupts = Interrupts(end_children)
+    interrupts = Interrupts(end_engines)
     first_step = _first_step(config, folder)
     async with AsyncExitStack() as stack:
         view = stack.enter_context(LiveView(config.run.steps, first_step))
         recorder = stack.enter_context(Recorder(folder, run=folder.name, view=view))
         recorder.events.write("config", config=config.model_dump(mode="json"))
         view.say(f"run folder: {folder}")
-        stack.callback(end_children)
-        child = _start_engine(config, model_folder, folder)
-        children.append(child)
+        stack.callback(end_engines)
+        engines = Engines(config, model_folder, folder)
+        started.append(engines)
         dtype = parse_dtype(config.model.dtype)
         trainer = Trainer(
             load_decoder(model_folder, dtype=dtype),
@@ -114,7 +107,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         if config.checkpoint.resume is not None:
             data.train.restore(_load(folder, trainer).data)
         certificate = _certify(config, model_folder, recorder)
-        engine = await stack.enter_async_context(_connect(config, child))
+        engine = await stack.enter_async_context(engines.connect())
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(
             config=config,
@@ -126,21 +119,21 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
                 fingerprint=certificate.fingerprint if certificate.ok else None,
                 max_bucket_bytes=config.refit.max_bucket_bytes,
             ),
-            placement=Colocated(engine, trainer),
+            placement=Disaggregated(engine) if config.placement.kind == "disaggregated" else Colocated(engine, trainer),
             data=data,
             reward=reward,
             recorder=recorder,
             stop=interrupts.requested,
         )
-        done = await _until_death(loop, first_step, child, interrupts)
+        done = await _until_death(loop, first_step, engines, interrupts)
         view.say(f"{done} steps done, checkpoint in {folder / 'checkpoints'}")
     return interrupts.exit_code
 
 
-async def _until_death(loop: Loop, first_step: int, child: ChildProcess, interrupts: Interrupts) -> int:
-    """The loop's result. The end of the engine ends the run at once, whatever the loop is waiting for."""
+async def _until_death(loop: Loop, first_step: int, engines: Engines, interrupts: Interrupts) -> int:
+    """The loop's result. The end of an engine ends the run at once, whatever the loop is waiting for."""
     running = asyncio.ensure_future(loop.run(first_step))
-    death = asyncio.ensure_future(child.wait_death())
+    death = asyncio.ensure_future(engines.wait_death())
     told = asyncio.ensure_future(interrupts.requested.wait())
     told.add_done_callback(
         lambda t: None if t.cancelled() else loop.recorder.view.say("stopping after this step; Ctrl-C again: at once")
@@ -192,24 +185,6 @@ def _certify(config: RunConfig, model_folder: Path, recorder: Recorder) -> Certi
             remedy="set numerics.on_gap='warn' to run without the parity contract",
         )
     return certificate
-
-
-def _start_engine(config: RunConfig, model_folder: Path, folder: Path) -> ChildProcess:
-    settings = config.engine.model_dump_json().replace("{", "{{").replace("}", "}}")
-    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(model_folder), "--dtype", config.model.dtype]
-    argv += ["--settings", settings, "--name", "engine-0"]
-    argv += ["--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]
-    return ChildProcess("engine-0", argv, log_path=folder / "engine-0.log")
-
-
-@asynccontextmanager
-async def _connect(config: RunConfig, child: ChildProcess) -> AsyncIterator[EngineClient]:
-    ready = await child.wait_ready(config.engine.startup_deadline_seconds)
-    deadlines = Deadlines(
-        call_seconds=config.engine.call_deadline_seconds, generate_seconds=config.engine.rollout_deadline_seconds
-    )
-    async with EngineClient(ready["url"], name=child.name, deadlines=deadlines) as client:
-        yield client
 
 
 def leave(code: int) -> NoReturn:

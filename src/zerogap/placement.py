@@ -1,7 +1,8 @@
-"""The only place that knows who holds the device when. Colocated: engine and trainer take turns on one device.
+"""The only place that knows who holds the device when.
 
-The engine stays paused from the start of the trainer's turn until everything is back at the end of the refit turn. If
-anything fails in between it stays paused, and the error reaches the driver.
+Colocated: engine and trainer take turns on one device. The engine stays paused from the start of the trainer's turn
+until everything is back at the end of the refit turn. Disaggregated: each has its own device, and the engine is paused
+for the refit alone. If anything fails meanwhile the engine stays paused, and the error reaches the driver.
 """
 
 from __future__ import annotations
@@ -58,4 +59,25 @@ class Colocated:
         yield
         with span("resume"):
             await self._engine.resume_memory_occupation(cache)
+            await self._engine.continue_generation()
+
+
+class Disaggregated:
+    """Engines on devices of their own: they keep their memory, and stop for the time of a refit."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    @asynccontextmanager
+    async def trainer_turn(self, span: Span) -> AsyncIterator[None]:
+        del span
+        yield
+
+    @asynccontextmanager
+    async def refit_turn(self, span: Span) -> AsyncIterator[None]:
+        with span("release"):
+            await self._engine.pause_generation("retract")
+            await self._engine.flush_cache()
+        yield
+        with span("resume"):
             await self._engine.continue_generation()

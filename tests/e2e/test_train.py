@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from e2e.conftest import run_folders
-from safetensors.torch import load_file
+from e2e.conftest import final_weights, finish, run_folders, samples, steps_of, without_times
 
 from zerogap import metrics
 from zerogap.log import read_events
-
-
-def steps_of(folder: Path) -> dict[int, dict]:
-    return {e["step"]: e["metrics"] for e in read_events(folder / "events.jsonl") if e["kind"] == "step"}
-
-
-def finish(process, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
-    return output
-
-
-def without_times(values: dict) -> dict:
-    return {k: v for k, v in values.items() if not k.startswith("perf/")}
-
-
-def samples(folder: Path, step: int) -> list[tuple]:
-    lines = (folder / "samples" / f"step-{step:04d}.jsonl").read_text().splitlines()
-    return [(r["sample_id"], r["response_ids"], r["reward"]) for r in map(json.loads, lines)]
-
-
-def final_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_model, tmp_path_factory) -> tuple[Path, str]:
-    """One run of 4 steps, shared by the tests that only look at what it left."""
-    import subprocess  # noqa: PLC0415 - only this fixture runs a process of its own
-
-    from e2e.conftest import arguments  # noqa: PLC0415
-
-    runs = tmp_path_factory.mktemp("runs")
-    words = arguments(tiny_model, runs, steps=4)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run_folders(runs)[0], done.stdout + done.stderr
 
 
 def test_every_step_compares_tokens_and_finds_a_gap_of_exactly_zero(finished):

@@ -19,7 +19,7 @@ Check = Callable[[RunConfig, Given], str | None]
 
 USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ENGINE_START = ("num_kv_tokens", "max_running_requests", "chunk_size", "threads", "startup_deadline_seconds")
+_ENGINE_START = ("count", "num_kv_tokens", "max_running_requests", "chunk_size", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,16 @@ def _started_elsewhere(c: RunConfig, given: Given) -> str | None:
         return None
     options = [f"engine.{name}" for name in _ENGINE_START]
     return _idle(given, options, f"engine.urls={list(c.engine.urls)}", "set it where the engine is started")
+
+
+@_rule("placement.kind", "engine.urls", "engine.count")
+def _engines_of_their_own(c: RunConfig, given: Given) -> str | None:
+    """Engines that take turns with the trainer give back all their memory: not asked of one that serves others too."""
+    del given
+    if c.placement.kind == "disaggregated" or (not c.engine.urls and c.engine.count == 1):
+        return None
+    why = f"engine.urls={list(c.engine.urls)}" if c.engine.urls else f"engine.count={c.engine.count}"
+    return f"{why} with placement.kind='colocated', which is one engine that the run starts: set 'disaggregated'"
 
 
 @_rule("engine.urls", "refit.mode")

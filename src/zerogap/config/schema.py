@@ -90,7 +90,10 @@ class RewardSettings(Section):
 
 
 class EngineSettings(Section):
-    urls: Annotated[tuple[str, ...], Field(strict=False, description="engines that already run; empty: start one")] = ()
+    urls: Annotated[
+        tuple[str, ...], Field(strict=False, description="engines that already run; empty: start them")
+    ] = ()
+    count: Annotated[int, Field(ge=1, le=64, description="engines to start; more than 1: disaggregated")] = 1
     num_kv_tokens: Annotated[int, Field(ge=256, description="capacity of the KV cache in tokens")] = 16384
     max_running_requests: Annotated[int, Field(gt=0, description="samples decoded together")] = 256
     chunk_size: Annotated[int, Field(ge=16, description="most prompt tokens computed in one engine step")] = 1024
@@ -153,9 +156,10 @@ class CheckpointSettings(Section):
 
 
 class PlacementSettings(Section):
-    kind: Annotated[Literal["colocated"], Field(description="engine and trainer take turns on one device")] = (
-        "colocated"
-    )
+    kind: Annotated[
+        Literal["colocated", "disaggregated"],
+        Field(description="engine and trainer take turns on one device, or each has its own"),
+    ] = "colocated"
 
 
 class RunConfig(Section):

@@ -1,0 +1,89 @@
+"""The only place where a run's rollout engines come from: started here, or attached by url; watched; ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from zerogap.client.fleet import EngineFleet
+from zerogap.client.health import wait_healthy, watch
+from zerogap.client.http import Deadlines, EngineClient
+from zerogap.config.schema import EngineSettings, RunConfig
+from zerogap.errors import EngineUnreachable
+from zerogap.supervise.processes import ChildProcess
+from zerogap.wire.api import RolloutEngine
+
+MAX_SILENCE_SECONDS = 30.0
+"""An attached engine counts as dead after this; a stock engine's health probe may take 20 s while it is paused."""
+
+
+class Engines:
+    """The engines of one run. Making this starts the processes; `connect` waits until they serve."""
+
+    def __init__(self, config: RunConfig, model_folder: Path, folder: Path) -> None:
+        self._settings = config.engine
+        self.children: list[ChildProcess] = []
+        for number in range(0 if config.engine.urls else config.engine.count):
+            name = f"engine-{number}"
+            argv = _command(config.engine, model_folder, config.model.dtype, name)
+            self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log"))
+        self._attached: list[EngineClient] = []
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[RolloutEngine]:
+        """All of them as one engine. Raises EngineUnreachable, by name, for the first that is not there in time."""
+        settings = self._settings
+        deadlines = Deadlines(
+            call_seconds=settings.call_deadline_seconds, generate_seconds=settings.rollout_deadline_seconds
+        )
+        async with AsyncExitStack() as stack:
+            clients = []
+            for child in self.children:
+                ready = await child.wait_ready(settings.startup_deadline_seconds)
+                client = EngineClient(ready["url"], name=child.name, deadlines=deadlines)
+                clients.append(await stack.enter_async_context(client))
+            for url in settings.urls:
+                client = await stack.enter_async_context(EngineClient(url, name=url, deadlines=deadlines))
+                await wait_healthy(client, deadline_seconds=settings.startup_deadline_seconds)
+                self._attached.append(client)
+            clients += self._attached
+            yield clients[0] if len(clients) == 1 else EngineFleet(clients)
+
+    async def wait_death(self) -> EngineUnreachable:
+        """The error that explains the end of the first engine that ends."""
+        ends = [asyncio.ensure_future(child.wait_death()) for child in self.children]
+        ends += [asyncio.ensure_future(_silence(client)) for client in self._attached]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(end.result() for end in ends if end.done())
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def stop(self, deadline_seconds: float) -> None:
+        """Ends what was started here. An attached engine is its owner's."""
+        for child in self.children:
+            child.stop(deadline_seconds)
+
+
+async def _silence(client: EngineClient) -> EngineUnreachable:
+    try:
+        await watch(client, max_silence_seconds=MAX_SILENCE_SECONDS)
+    except EngineUnreachable as error:
+        return error
+
+
+def _command(settings: EngineSettings, model_folder: Path, dtype: str, name: str) -> list[str]:
+    """Engines that run beside each other share the cores, unless the run file says how many threads each has."""
+    threads = settings.threads
+    if settings.count > 1 and not threads:
+        threads = max(1, (os.cpu_count() or 1) // settings.count)
+    own = settings.model_copy(update={"threads": threads, "count": 1})
+    words = own.model_dump_json().replace("{", "{{").replace("}", "}}")
+    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(model_folder), "--dtype", dtype]
+    argv += ["--settings", words, "--name", name]
+    return [*argv, "--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]
