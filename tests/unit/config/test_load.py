@@ -116,6 +116,10 @@ def test_a_missing_or_broken_file_is_one_error_with_its_name(tmp_path: Path) -> 
         (["data.task=max4", 'engine.urls=["http://127.0.0.1:1"]', "engine.threads=2"],
          ["engine.threads", "engine.urls"]),
         (["data.task=max4", 'engine.urls=["http://far:1"]'], ["engine.urls", "refit.mode"]),
+        (["data.task=max4", 'engine.urls=["http://127.0.0.1:1"]'], ["engine.urls", "placement.kind"]),
+        (["data.task=max4", "engine.count=2"], ["engine.count", "placement.kind"]),
+        (["data.task=max4", "placement.kind=disaggregated", 'engine.urls=["http://127.0.0.1:1"]', "engine.count=2"],
+         ["engine.count", "engine.urls"]),
     ],
 )  # fmt: skip
 def test_options_that_contradict_or_have_no_effect_are_named_together(overrides: list[str], named: list[str]) -> None:
@@ -128,7 +132,7 @@ def test_truncated_sampling_trains_only_on_an_engine_known_to_return_raw_logprob
     """A4: renormalised logprobs make the ratio wrong by the kept mass."""
     cut = ["data.task=max4", "sampling.top_p=0.8"]
     assert load(None, cut).config.sampling.top_p == 0.8
-    (fault,) = _faults(None, *cut, 'engine.urls=["http://127.0.0.1:1"]')
+    (fault,) = _faults(None, *cut, 'engine.urls=["http://127.0.0.1:1"]', "placement.kind=disaggregated")
     assert "sampling.top_p=0.8" in fault and "engine.urls" in fault
 
 
