@@ -18,7 +18,7 @@ from zerogap.supervise.processes import ChildProcess
 from zerogap.wire.api import RolloutEngine
 
 MAX_SILENCE_SECONDS = 30.0
-"""An attached engine counts as dead after this; a stock engine's health probe may take 20 s while it is paused."""
+"""An attached engine counts as dead after this; it may be on another host, and its answer late."""
 
 
 class Engines:

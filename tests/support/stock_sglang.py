@@ -124,6 +124,8 @@ class StockSglang:
         for params in given if isinstance(given, list) else [given]:
             for key in params.keys() - SAMPLING_FIELDS:
                 raise Refused(400, {"error": f"unknown field `{key}`, expected one of `temperature`, ..."})
+            if not 0 <= params.get("temperature", 1.0) < 1e9:
+                raise value_error(f"temperature must be non-negative, got {params['temperature']}.")
         if body.get("text") is not None or not body.get("input_ids"):
             raise value_error("The engine initialized with skip_tokenizer_init=True cannot accept text prompts.")
         prompts = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
@@ -160,7 +162,7 @@ class StockSglang:
             meta |= {"prompt_tokens": len(one.prompt), "cached_tokens": 0, "reasoning_tokens": 0}
             meta["num_retractions"] = one.num_retractions
         if reason is not None:
-            spans = one.spans(count)
+            spans = one.spans(len(one.ids))
             meta |= {"weight_versions": spans, "weight_version": spans[-1]["version"], "e2e_latency": 0.1}
         else:
             meta["weight_version"] = self.version

@@ -28,9 +28,9 @@ class Stock:
         body = {"input_ids": [1, 5], "sampling_params": params, "return_logprob": True} | body
         return asyncio.create_task(self.post("/generate", body))
 
-    async def until_running(self, count: int) -> None:
+    async def until_running(self, count: int, tokens: int = 1) -> None:
         async with asyncio.timeout(3):
-            while len([one for one in self.double.scheduler.running if one.ids]) < count:  # noqa: ASYNC110
+            while sum(len(one.ids) >= tokens for one in self.double.scheduler.running) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
 
@@ -164,6 +164,7 @@ async def test_a_flush_after_an_update_in_place_fails_although_the_weights_are_n
     assert stock.double.scheduler.weights != before
     assert (await stock.http.get("/model_info")).json()["weight_version"] == "default"
     await stock.post("/continue_generation")
+    await stock.until_running(1, tokens=3 + len(next(iter(stock.double.live.values())).ids))
     await stock.post("/abort_request", {"abort_all": True})
     assert [s["version"] for s in (await running).json()["meta_info"]["weight_versions"]] == ["default", "2"]
 

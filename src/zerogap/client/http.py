@@ -1,13 +1,15 @@
 """The only place that speaks HTTP to a rollout engine, ours or SGLang's.
 
 Every call has a deadline. Calls that may arrive twice without harm are sent again when the connection fails, within a
-small budget; no other call is. What the engine answers as an error is raised as the same class.
+small budget; no other call is. What the engine answers as an error is raised as the same class, and SGLang's errors as
+the class that they mean. No field whose default does harm in SGLang is left out of a body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from zerogap.errors import ConfigError, EngineUnreachable, ProtocolMismatch
+from zerogap.client import stock
+from zerogap.errors import ConfigError, EngineStateError, EngineUnreachable, ProtocolMismatch
 from zerogap.wire import codec
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, ServerInfo
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
@@ -24,18 +27,24 @@ from zerogap.wire.routes import BY_NAME, POST, Route
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
 _PAUSES_SECONDS = (0.1, 0.3)
-"""Before each further attempt of a call that may be repeated."""
+"""Before each further attempt of a call that may be repeated; give or take a half, so that many callers spread out."""
+_SETTLE_SECONDS = 2.0
+"""A stock engine holds its last batch for a moment after the last response and refuses to flush: it is asked again."""
+_POLL_SECONDS = 0.05
 _KEEPALIVE_SECONDS = 300.0
 """Below the server's own limit, so that no request is written to a connection that the server is closing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds until a call is given up: `generate` for all responses of one call, `health` for a sign of life."""
+    """Seconds until a call is given up: `generate` for all responses of one call, `health` for a sign of life, `update`
+    for a step of a weight update, which may read a whole model.
+    """
 
     call_seconds: float = 60.0
     generate_seconds: float = 600.0
     health_seconds: float = 5.0
+    update_seconds: float = 600.0
 
 
 class EngineClient:
@@ -52,6 +61,8 @@ class EngineClient:
     ) -> None:
         self.base_url, self.name = base_url.rstrip("/"), name
         self.deadlines = deadlines or Deadlines()
+        self._stock: bool | None = None
+        self._held = False
         self._http = httpx.AsyncClient(
             base_url=_checked(self.base_url),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
@@ -76,6 +87,7 @@ class EngineClient:
 
     async def generate(self, body: GenerateBody, *, deadline_seconds: float | None = None) -> list[GenerateReply]:
         """All responses, prompt by prompt and for each prompt sample by sample."""
+        await self._check(body)
         data = await self._json(
             "generate",
             body.model_dump(exclude_unset=True) | {"stream": False},
@@ -87,6 +99,7 @@ class EngineClient:
         self, body: GenerateBody, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[tuple[int, GenerateReply]]:
         """Responses as they grow: (place in the order of `generate`, everything generated so far)."""
+        await self._check(body)
         seconds = deadline_seconds or self.deadlines.generate_seconds
         give_up = time.monotonic() + seconds
         route = BY_NAME["generate"]
@@ -97,13 +110,15 @@ class EngineClient:
         done = False
         try:
             if not response.is_success:
-                raise codec.read_error(response.status_code, await response.aread(), self._where(route))
+                content = await response.aread()
+                raise codec.read_error(response.status_code, content, self._where(route), call=route.name)
             async for line in self._lines(response, route, give_up, seconds):
                 done = line == codec.DONE
                 if not done:
                     data = json.loads(line)
                     if "error" in data:
-                        raise codec.read_error(data["error"].get("code", 500), line.encode(), self._where(route))
+                        status = data["error"].get("code", 500)
+                        raise codec.read_error(status, line.encode(), self._where(route), call=route.name)
                     yield data.get("index", 0), codec.read_reply(data)
         finally:
             await response.aclose()
@@ -116,25 +131,44 @@ class EngineClient:
         await self._call("abort_request", {"rid": rid, "abort_all": abort_all})
 
     async def pause_generation(self, mode: PauseMode = "retract") -> None:
+        if mode == "abort" and self._held:
+            # A stock engine that is paused in place cannot end its requests, and would wait for their end for ever.
+            await self._call("pause_generation", {"mode": "retract"})
         await self._call("pause_generation", {"mode": mode})
+        self._held = mode == "in_place"
 
     async def continue_generation(self) -> None:
         await self._call("continue_generation", {})
+        self._held = False
 
     async def flush_cache(self, timeout_seconds: float = 0.0) -> None:
-        await self._call(
-            "flush_cache",
-            {},
-            params={"timeout": timeout_seconds},
-            deadline_seconds=self.deadlines.call_seconds + timeout_seconds,
-        )
+        """Asks until the engine is idle: a wait inside of a stock engine would count the requests of a paused one."""
+        start = time.monotonic()
+        while True:
+            try:
+                await self._call("flush_cache", {}, params={"timeout": 0})
+                return
+            except EngineStateError as error:
+                ours = "legal_calls" in error.details
+                patience = timeout_seconds if ours else max(timeout_seconds, _SETTLE_SECONDS)
+                if time.monotonic() - start >= patience:
+                    raise
+            await asyncio.sleep(_POLL_SECONDS)
 
     # --- what the engine is
 
     async def health(self) -> dict[str, Any]:
-        """The engine's own account, once; raises when it gives none, or a bad one."""
-        response = await self._call("health", None, deadline_seconds=self.deadlines.health_seconds, repeat=False)
-        return json.loads(response.content) if response.content else {"status": "ok"}
+        """The engine's own account, once; raises when it gives none, or a bad one.
+
+        A stock engine's health check waits while it is paused, calls itself sick then, and touches released memory. It
+        is asked for its model instead: it ends as a whole, so who answers lives.
+        """
+        seconds = self.deadlines.health_seconds
+        if self._stock is not False:
+            info = await self._identify(deadline_seconds=seconds, repeat=False)
+            if self._stock:
+                return {"status": "ok", "engine": self.name, "weight_version": info.get("weight_version")}
+        return await self._json("health", deadline_seconds=seconds, repeat=False)
 
     async def server_info(self) -> ServerInfo:
         return codec.read_server_info(await self._json("server_info"), self.name)
@@ -145,6 +179,10 @@ class EngineClient:
     # --- memory
 
     async def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
+        """A stock engine dies of a release while it is not idle, and is flushed first: that is refused then."""
+        if await self._is_stock():
+            stock.check_release(await self._json("server_info"), f"{self.name} at {self.base_url}")
+            await self.flush_cache()
         body = {"tags": None if tags is None else list(tags)}
         return codec.read_memory(await self._json("release_memory_occupation", body), "freed")
 
@@ -155,16 +193,30 @@ class EngineClient:
     # --- weights
 
     async def begin_weight_update(self, plan: TransferPlan) -> None:
-        await self._call("begin_weight_update", {"plan": plan.model_dump(mode="json")})
+        await self._update("begin_weight_update", {"selector": "all", "plan": plan.model_dump(mode="json")})
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
-        await self._call("update_weights_from_tensor", {"bucket": header.model_dump(mode="json"), "flush_cache": False})
+        body = {"bucket": header.model_dump(mode="json"), "flush_cache": False, "abort_all_requests": False}
+        await self._update("update_weights_from_tensor", body)
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        await self._call("update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
+        """Flushes too. `auto`: a stock engine that began without weights would not know how to read them."""
+        await self._update(
+            "update_weights_from_disk",
+            {
+                "model_path": path,
+                "load_format": "auto",
+                "flush_cache": True,
+                "abort_all_requests": False,
+                "weight_version": str(version),
+            },
+        )
 
     async def end_weight_update(self) -> None:
-        await self._call("end_weight_update", {})
+        await self._update("end_weight_update", {})
+
+    async def _update(self, name: str, body: Mapping[str, Any]) -> None:
+        await self._call(name, body, deadline_seconds=self.deadlines.update_seconds)
 
     async def update_weight_version(self, version: int) -> None:
         await self._call("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -175,19 +227,45 @@ class EngineClient:
     async def weights_checker(self, action: CheckerAction) -> dict[str, Any]:
         return await self._json("weights_checker", {"action": action})
 
+    # --- which engine
+
+    async def _is_stock(self) -> bool:
+        if self._stock is None:
+            await self._identify()
+        return bool(self._stock)
+
+    async def _identify(self, **how: Any) -> dict[str, Any]:
+        """The engine's model_info, which says whose dialect it is."""
+        info = await self._json("model_info", **how)
+        if not isinstance(info, dict):
+            raise self._no_engine("model_info", info)
+        self._stock = "zerogap" not in info
+        return info
+
+    async def _check(self, body: GenerateBody) -> None:
+        """Asks which engine it is only for a request that not every engine understands."""
+        where = f"{self.name} at {self.base_url}"
+        try:
+            stock.check_request(body, where)
+        except ConfigError:
+            if await self._is_stock():
+                raise
+
     # --- one call
 
     async def _json(
-        self, name: str, body: Mapping[str, Any] | None = None, *, deadline_seconds: float | None = None
+        self,
+        name: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        deadline_seconds: float | None = None,
+        repeat: bool = True,
     ) -> Any:
-        response = await self._call(name, body, deadline_seconds=deadline_seconds)
+        response = await self._call(name, body, deadline_seconds=deadline_seconds, repeat=repeat)
         try:
             return json.loads(response.content)
         except (ValueError, RecursionError) as error:
-            raise ProtocolMismatch(
-                f"{self._where(BY_NAME[name])}: the reply is not JSON: {response.content[:80]!r}",
-                remedy="check that the url is that of a rollout engine and not of something before it",
-            ) from error
+            raise self._no_engine(name, response.content[:80]) from error
 
     async def _call(
         self,
@@ -204,7 +282,7 @@ class EngineClient:
         request = self._http.build_request(
             route.client_method, route.path, json=body if route.client_method == POST else None, params=params
         )
-        pauses = list(_PAUSES_SECONDS) if route.idempotent and repeat else []
+        pauses = [pause * random.uniform(0.5, 1.5) for pause in _PAUSES_SECONDS] if route.idempotent and repeat else []
         while True:
             try:
                 response = await self._send(route, request, give_up, seconds)
@@ -214,7 +292,7 @@ class EngineClient:
                     raise
                 await asyncio.sleep(pauses.pop(0))
         if not response.is_success:
-            raise codec.read_error(response.status_code, response.content, self._where(route))
+            raise codec.read_error(response.status_code, response.content, self._where(route), call=name)
         return response
 
     async def _send(
@@ -248,6 +326,12 @@ class EngineClient:
 
     def _where(self, route: Route) -> str:
         return f"{self.name} at {self.base_url}, {route.path}"
+
+    def _no_engine(self, name: str, reply: Any) -> ProtocolMismatch:
+        return ProtocolMismatch(
+            f"{self._where(BY_NAME[name])}: the reply is not what a rollout engine says: {reply!r}",
+            remedy="check that the url is that of a rollout engine and not of something before it",
+        )
 
     def _too_late(self, route: Route, seconds: float) -> EngineUnreachable:
         return EngineUnreachable(

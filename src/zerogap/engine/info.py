@@ -76,6 +76,7 @@ class InfoRoutes:
                 "has_audio_understanding": False,
                 "model_type": self._config.get("model_type"),
                 "architectures": self._config.get("architectures"),
+                "zerogap": version("zerogap"),
             }
         )
 

@@ -34,7 +34,8 @@ __all__ = [
 class GenerateReply:
     """One response. Per-token fields have one entry per response token, the stop token included; checked here.
 
-    `output_logprobs` is empty when logprobs were not asked for. `meta` is the reply's whole `meta_info`.
+    `output_logprobs` is empty when logprobs were not asked for. `input_ids` and `input_logprobs` are of the prompt from
+    `logprob_start_len` on; the first of them has None: nothing stands before it. `meta` is the whole `meta_info`.
     """
 
     rid: str
@@ -47,6 +48,8 @@ class GenerateReply:
     cached_tokens: int
     num_retractions: int
     meta: Mapping[str, Any] = field(default_factory=dict)
+    input_ids: tuple[int, ...] = ()
+    input_logprobs: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         num = len(self.output_ids)
@@ -61,6 +64,11 @@ class GenerateReply:
             raise ProtocolMismatch(
                 f"request {self.rid}: logprob of sampled token {bad} is {self.output_logprobs[bad]}",
                 remedy="the engine's logits were not finite; check the last refit and the learning rate",
+            )
+        if any(value is None or not math.isfinite(value) for value in self.input_logprobs[1:]):
+            raise ProtocolMismatch(
+                f"request {self.rid}: a prompt token after the first has no finite logprob",
+                remedy="check the last refit: the engine's logits were not finite, or it scored a part of the prompt",
             )
 
 

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from zerogap import errors
-from zerogap.errors import ConfigError, EngineRejected, ProtocolMismatch, ZerogapError
+from zerogap.errors import ConfigError, ProtocolMismatch, RolloutError, ZerogapError
 from zerogap.types import Alternatives, FinishReason, TokenRecord
 from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
 from zerogap.wire.messages import GenerateBody, SamplingBody
+from zerogap.wire.stock_errors import stock_error
 
 DONE = "[DONE]"
 
@@ -220,12 +221,17 @@ def read_version(value: Any) -> int:
 
 
 def read_reply(data: Mapping[str, Any]) -> GenerateReply:
-    """One element of a `/generate` reply, from our engine or from SGLang. Raises ProtocolMismatch."""
+    """One element of a `/generate` reply, from our engine or from SGLang.
+
+    Raises ProtocolMismatch, or what SGLang reports as an end although it is a failure.
+    """
     try:
         meta = data["meta_info"]
         ids = tuple(data.get("output_ids") or ())
         entries = meta.get("output_token_logprobs") or () if ids else ()
+        prompt = meta.get("input_token_logprobs") or ()
         reason = meta.get("finish_reason")
+        _check_end(meta["id"], reason)
         return GenerateReply(
             rid=meta["id"],
             text=data.get("text"),
@@ -237,11 +243,25 @@ def read_reply(data: Mapping[str, Any]) -> GenerateReply:
             cached_tokens=meta.get("cached_tokens", 0),
             num_retractions=meta.get("num_retractions", 0),
             meta=meta,
+            input_ids=tuple([entry[1] for entry in prompt]),
+            input_logprobs=tuple([entry[0] for entry in prompt]),
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ProtocolMismatch(
             f"a reply of /generate could not be read: {error!r}", remedy="check that the url is a rollout engine's"
         ) from error
+
+
+def _check_end(rid: str, reason: Mapping[str, Any] | None) -> None:
+    """SGLang ends a response whose logits are not numbers with a stop, and a stream that it gave up with an abort."""
+    if reason is None:
+        return
+    if reason.get("matched") == "NaN happened":
+        raise RolloutError(
+            f"request {rid}: the engine's logits were not numbers", remedy="check the last refit and the learning rate"
+        )
+    if reason["type"] == "abort" and reason.get("status_code") is not None:
+        raise stock_error(reason["status_code"], reason.get("message"), f"request {rid}", call="generate")
 
 
 def _finite_or_nan(value: float | None) -> float:
@@ -255,7 +275,8 @@ def _versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
     versions: list[int] = []
     for span in spans:
         versions += [read_version(span["version"])] * (span["end"] - span["start"])
-    return tuple(versions)
+    cut = (meta.get("finish_reason") or {}).get("message") == "Abort in waiting queue"
+    return tuple(versions[:count] if cut else versions)  # SGLang loses the last tokens of such a response
 
 
 def read_memory(data: Any, verb: str) -> MemoryReport:
@@ -333,28 +354,15 @@ def stream_error_json(error: ZerogapError) -> dict[str, Any]:
     return {"error": body, "zerogap": error.to_wire()}
 
 
-def read_error(status: int, body: bytes, where: str) -> ZerogapError:
+def read_error(status: int, body: bytes, where: str, *, call: str = "") -> ZerogapError:
     """The error of a reply that is not a success, in any of SGLang's shapes or in ours; ours returns as its class."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
         data = body.decode(errors="replace").strip()
-    if isinstance(data, dict) and isinstance(data.get("zerogap"), dict):
-        error = errors.from_wire(data["zerogap"])
-        error.what = f"{where}: {error.what}"
-        error.args = (error.what,)
-        return error
-    message = _message(data) or "no message"
-    remedy = "see the engine's log"
-    if status in (401, 403):
-        remedy = "give the client the engine's key"
-    return EngineRejected(f"{where}: HTTP {status}: {message}", remedy=remedy, status=status)
-
-
-def _message(data: Any) -> str:
-    if not isinstance(data, dict):
-        return "" if data is None else str(data)[:500]
-    inner = data.get("error")
-    if isinstance(inner, dict):
-        return str(inner.get("message", inner))
-    return str(inner or data.get("message") or data)
+    if not isinstance(data, dict) or not isinstance(data.get("zerogap"), dict):
+        return stock_error(status, data, where, call=call)
+    error = errors.from_wire(data["zerogap"])
+    error.what = f"{where}: {error.what}"
+    error.args = (error.what,)
+    return error

@@ -74,6 +74,7 @@ ROUTES: tuple[Route, ...] = (
         "`{model_path, tokenizer_path, is_generation, weight_version, ...}`",
         idempotent=True,
         aliases=("/get_model_info",),
+        ours="`zerogap` is the version of the engine: a client knows by it whom it speaks to.",
     ),
     Route(
         "server_info",

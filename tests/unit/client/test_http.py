@@ -18,6 +18,7 @@ from zerogap.errors import (
     EngineStateError,
     EngineUnreachable,
     ProtocolMismatch,
+    TransferFailed,
     ZerogapError,
 )
 from zerogap.wire import codec
@@ -28,7 +29,8 @@ BODY = GenerateBody(input_ids=[1])
 
 
 def client_of(handler: Handler, **seconds: float) -> EngineClient:
-    deadlines = Deadlines(**({"call_seconds": 2.0, "generate_seconds": 2.0, "health_seconds": 2.0} | seconds))
+    names = ("call_seconds", "generate_seconds", "health_seconds", "update_seconds")
+    deadlines = Deadlines(**({name: 2.0 for name in names} | seconds))
     return EngineClient("http://engine", name="rollout-0", deadlines=deadlines, transport=httpx.MockTransport(handler))
 
 
@@ -59,7 +61,7 @@ async def test_an_engine_that_never_answers_is_given_up_at_the_deadline():
         await asyncio.sleep(60)
         raise AssertionError
 
-    client = client_of(hang, call_seconds=0.2, generate_seconds=0.2, health_seconds=0.2)
+    client = client_of(hang, call_seconds=0.2, generate_seconds=0.2, health_seconds=0.2, update_seconds=0.2)
     calls: list[Awaitable[Any]] = [
         client.generate(BODY),
         client.health(),
@@ -102,9 +104,13 @@ async def test_a_call_that_may_arrive_twice_is_sent_again_within_a_budget():
     ],
 )
 async def test_other_calls_are_sent_once(call: Callable[[EngineClient], Awaitable[Any]]):
-    script = Script(httpx.ReadError("reset"))
+    """The first question, which of the engines it is, does no harm and is not counted."""
+    script = Script(httpx.Response(200, json={"zerogap": "1"}))
+    client = client_of(script)
+    await client.health()
+    script.replies, script.calls = [httpx.ReadError("reset")], 0
     with pytest.raises(EngineUnreachable, match="the connection broke"):
-        await call(client_of(script))
+        await call(client)
     assert script.calls == 1
 
 
@@ -117,11 +123,27 @@ async def test_an_answer_is_never_asked_for_again_even_if_it_is_an_error():
     assert (caught.value.remedy, caught.value.details) == ("pause first", {"legal_calls": ["x"]})
 
 
-async def test_a_stock_error_is_a_rejection_with_its_status():
-    script = Script(httpx.Response(400, json={"success": False, "message": "no session is open"}))
-    with pytest.raises(EngineRejected, match="HTTP 400: no session is open") as caught:
-        await client_of(script).end_weight_update()
-    assert caught.value.details == {"status": 400}
+@pytest.mark.parametrize(
+    ("call", "reply", "error"),
+    [
+        ("end_weight_update", (400, {"success": False, "message": "no session is open"}), EngineStateError),
+        ("update_weights_from_disk", (400, {"success": False, "message": "half new"}), TransferFailed),
+        ("generate", (400, {"error": {"message": "too long"}}), ConfigError),
+        ("generate", (400, {"error": "unknown field `x`"}), ConfigError),
+        ("generate", (503, {"object": "error", "message": "full", "code": 503}), EngineRejected),
+        ("generate", (500, "Internal Server Error"), EngineRejected),
+        ("continue_generation", (404, {"detail": "Not Found"}), ProtocolMismatch),
+        ("continue_generation", (401, {"error": "Unauthorized"}), EngineRejected),
+    ],
+)
+async def test_an_error_of_a_stock_engine_is_of_the_class_that_it_means(call, reply, error):
+    status, body = reply
+    content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    script = Script(httpx.Response(status, content=content))
+    arguments = {"generate": (BODY,), "update_weights_from_disk": ("/x", 1)}.get(call, ())
+    with pytest.raises(error, match=f"rollout-0 at http://engine, /{call}: HTTP {status}: ") as caught:
+        await getattr(client_of(script), call)(*arguments)
+    assert type(caught.value) is error and caught.value.details == {"status": status} and script.calls == 1
 
 
 @pytest.mark.parametrize(
@@ -156,7 +178,7 @@ CHUNK = {"text": "", "output_ids": [], "meta_info": {"id": "r", "finish_reason":
         (event(CHUNK), EngineUnreachable, r"ended without \[DONE\]"),
         (
             event({"error": {"message": "late", "type": "invalid_request_error", "code": 400}}) + event(b"[DONE]"),
-            EngineRejected,
+            ConfigError,
             "HTTP 400: late",
         ),
         (
@@ -192,19 +214,28 @@ async def test_what_is_sent_is_what_sglang_expects():
 
     async def record(request: httpx.Request) -> httpx.Response:
         seen[request.url.path] = json.loads(request.content) if request.content else None
-        return httpx.Response(200, content=b"null")
+        return httpx.Response(200, content=b'{"zerogap": "1"}' if request.url.path == "/model_info" else b"null")
 
     client = client_of(record)
     await client.continue_generation()
     await client.end_weight_update()
     await client.update_weight_version(3)
     await client.abort_request("r")
+    await client.update_weights_from_disk("/x", 4)
     assert (await client.release_memory_occupation(["weights"])).tags == {}
+    assert seen.pop("/model_info") is None
     assert seen == {
         "/continue_generation": {},
         "/end_weight_update": {},
         "/update_weight_version": {"new_version": "3", "abort_all_requests": False},
         "/abort_request": {"rid": "r", "abort_all": False},
+        "/update_weights_from_disk": {
+            "model_path": "/x",
+            "load_format": "auto",
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": "4",
+        },
         "/release_memory_occupation": {"tags": ["weights"]},
     }
 
