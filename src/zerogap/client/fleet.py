@@ -1,40 +1,145 @@
-"""The only place where several engines act as one: control calls go to all of them, prompts to the least loaded."""
+"""The only place where several engines act as one: control calls go to all of them, prompts to the least loaded.
+
+An engine whose connection breaks is evicted: the log names it, its prompts are generated again by the others (a seed
+gives the same tokens everywhere), and it gets no further call. An engine that only fails to answer in time, or refuses,
+is an error of the call. No prompt goes to an engine that missed the last weight version.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from zerogap.errors import ConfigError, ProtocolMismatch
+from zerogap.client.spread import Group, PromptKey, in_order, part_of, prompt_groups
+from zerogap.errors import ConfigError, EngineUnreachable, ProtocolMismatch, StaleWeights, ZerogapError
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, RolloutEngine, ServerInfo, TagBytes
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    engine: RolloutEngine
+    place: int
+    weight_version: int = 0
+    num_outstanding: int = 0
+    eviction: ZerogapError | None = None
+
+
+@dataclass(slots=True)
+class _Home:
+    """Where a prompt is being generated, by how many calls."""
+
+    member: _Member
+    num_calls: int = 0
 
 
 class EngineFleet:
-    """Engines that hold the same weights; implements RolloutEngine. One call's prompts stay on one engine."""
+    """Engines that hold the same weights; implements RolloutEngine. Samples of one prompt stay on one engine."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         if not engines:
             raise ConfigError("a fleet needs at least one engine", remedy="give engine.urls, or leave it empty")
         self.engines = tuple(engines)
-        self._outstanding = [0] * len(self.engines)
+        self._members = [_Member(engine, place) for place, engine in enumerate(engines)]
+        self._homes: dict[PromptKey, _Home] = {}
+        self._committed = 0
+
+    @property
+    def evictions(self) -> list[ZerogapError]:
+        """Why engines were evicted; each names its engine."""
+        return [member.eviction for member in self._members if member.eviction is not None]
+
+    # --- generation
 
     async def generate(self, body: GenerateBody, *, deadline_seconds: float | None = None) -> list[GenerateReply]:
-        chosen = min(range(len(self.engines)), key=self._outstanding.__getitem__)
-        load = _num_prompts(body)
-        self._outstanding[chosen] += load
+        groups = prompt_groups(body)
+        done = await self._generate(body, groups, deadline_seconds)
+        return in_order(body, done)
+
+    async def _generate(
+        self, body: GenerateBody, groups: Sequence[Group], deadline_seconds: float | None
+    ) -> list[tuple[list[int], list[GenerateReply]]]:
+        """(places, replies) of each engine's part. Parts of an engine that is evicted meanwhile move to the others."""
+        with self._assigned(groups) as parts:
+            calls = [self._part(member, body, part, deadline_seconds) for member, part in parts]
+            return [one for done in await _all_or_none(calls) for one in done]
+
+    async def _part(
+        self,
+        member: _Member,
+        body: GenerateBody,
+        groups: Sequence[Group],
+        deadline_seconds: float | None,
+    ) -> list[tuple[list[int], list[GenerateReply]]]:
+        places = sorted(place for _, group in groups for place in group)
+        committed = self._committed
+        fault: ZerogapError | None
         try:
-            return await self.engines[chosen].generate(body, deadline_seconds=deadline_seconds)
+            replies = await member.engine.generate(part_of(body, places), deadline_seconds=deadline_seconds)
+        except EngineUnreachable as error:
+            if not _is_death(error):
+                raise
+            fault = error
+        else:
+            fault = _stale(replies, committed, member)
+            if fault is None:
+                return [(places, replies)]
+        self._evict(member, fault)
+        return await self._generate(body, groups, deadline_seconds)
+
+    @contextmanager
+    def _assigned(self, groups: Sequence[Group]) -> Iterator[list[tuple[_Member, list[Group]]]]:
+        """Each group with its engine: the one that is generating the prompt already, else the least loaded."""
+        parts: dict[int, list[Group]] = {}
+        held: list[tuple[PromptKey, _Home, int]] = []
+        try:
+            for prompt, places in groups:
+                home = self._home(prompt)
+                home.num_calls += 1
+                home.member.num_outstanding += len(places)
+                held.append((prompt, home, len(places)))
+                parts.setdefault(home.member.place, []).append((prompt, places))
+            yield [(self._members[place], part) for place, part in parts.items()]
         finally:
-            self._outstanding[chosen] -= load
+            for prompt, home, load in held:
+                home.num_calls -= 1
+                home.member.num_outstanding -= load
+                if not home.num_calls and self._homes.get(prompt) is home:
+                    del self._homes[prompt]
+
+    def _home(self, prompt: PromptKey) -> _Home:
+        usable = self._usable()
+        home = self._homes.get(prompt)
+        if home is None or home.member not in usable:
+            home = _Home(min(usable, key=lambda member: member.num_outstanding))
+            self._homes[prompt] = home
+        return home
+
+    def _usable(self) -> list[_Member]:
+        """Who may generate."""
+        live = self._live()
+        usable = [member for member in live if member.weight_version >= self._committed]
+        if not usable:
+            versions = [member.weight_version for member in live]
+            raise StaleWeights(
+                f"no engine has weight version {self._committed}: they have {versions}",
+                remedy="refit the engines; the last refit did not reach them",
+            )
+        return usable
+
+    # --- all engines
 
     async def health(self) -> dict[str, Any]:
-        """Of the first engine; raises if any of them is not healthy."""
-        return (await self._all(lambda e: e.health()))[0]
+        """Of the first engine; raises if any of them is not healthy. Evicts none: it may not have started yet."""
+        return (await self._all(lambda e: e.health(), evict=False))[0]
 
     async def server_info(self) -> ServerInfo:
         """Of the first engine, once all agree on what a refit depends on. Raises ProtocolMismatch."""
@@ -73,16 +178,16 @@ class EngineFleet:
         await self._all(lambda e: e.update_weights_from_tensor(header))
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        await self._all(lambda e: e.update_weights_from_disk(path, version))
+        await self._commit(version, lambda e: e.update_weights_from_disk(path, version))
 
     async def end_weight_update(self) -> None:
         await self._all(lambda e: e.end_weight_update())
 
     async def update_weight_version(self, version: int) -> None:
-        await self._all(lambda e: e.update_weight_version(version))
+        await self._commit(version, lambda e: e.update_weight_version(version))
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        return await self.engines[0].get_weights_by_name(name, truncate_size)
+        return await self._usable()[0].engine.get_weights_by_name(name, truncate_size)
 
     async def weights_checker(self, action: CheckerAction) -> dict[str, Any]:
         """The first engine's reply, with the ranks of all."""
@@ -90,23 +195,81 @@ class EngineFleet:
         ranks = [rank for reply in replies for rank in reply.get("ranks", ())]
         return {**replies[0], "ranks": ranks} if ranks else replies[0]
 
-    async def _all(self, call: Callable[[RolloutEngine], Awaitable[T]]) -> list[T]:
+    async def _commit(self, version: int, call: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """From the call on, who does not have the version gets no prompt."""
+        self._committed = version
+
+        async def one(engine: RolloutEngine) -> None:
+            await call(engine)
+            next(member for member in self._members if member.engine is engine).weight_version = version
+
+        await self._all(one)
+
+    async def _all(self, call: Callable[[RolloutEngine], Awaitable[T]], *, evict: bool = True) -> list[T]:
         """The results of every engine; the first error, once all have answered, so that no call is left half-way."""
-        results = await asyncio.gather(*(call(engine) for engine in self.engines), return_exceptions=True)
+        members = self._live()
+        results = await asyncio.gather(*(call(member.engine) for member in members), return_exceptions=True)
         good: list[T] = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            good.append(result)
+        errors: list[BaseException] = []
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, EngineUnreachable) and evict and _is_death(result):
+                self._evict(member, result)
+            elif isinstance(result, BaseException):
+                errors.append(result)
+            else:
+                good.append(result)
+        if errors:
+            raise errors[0]
+        self._live()
         return good
 
+    # --- who is left
 
-def _num_prompts(body: GenerateBody) -> int:
-    if isinstance(body.text, list):
-        return len(body.text)
-    if body.input_ids and isinstance(body.input_ids[0], list):
-        return len(body.input_ids)
-    return 1
+    def _live(self) -> list[_Member]:
+        live = [member for member in self._members if member.eviction is None]
+        if not live:
+            reasons = self.evictions
+            raise EngineUnreachable(
+                f"all {len(reasons)} engines are gone: {'; '.join(error.what for error in reasons)}",
+                remedy=reasons[-1].remedy,
+                **reasons[-1].details,
+            ) from reasons[-1]
+        return live
+
+    def _evict(self, member: _Member, error: ZerogapError) -> None:
+        if member.eviction is None:
+            member.eviction = error
+            left = sum(one.eviction is None for one in self._members)
+            logger.error("an engine is evicted, %d of %d are left: %s", left, len(self._members), error)
+
+
+def _is_death(error: EngineUnreachable) -> bool:
+    """A connection that broke or was refused. A deadline that passed may only mean a slow engine."""
+    return not isinstance(error.__cause__, TimeoutError)
+
+
+def _stale(replies: Sequence[GenerateReply], committed: int, member: _Member) -> StaleWeights | None:
+    """The fault of tokens whose weights were replaced before they were asked for."""
+    for reply in replies:
+        old = min(reply.weight_versions, default=committed)
+        if old < committed:
+            return StaleWeights(
+                f"engine {member.place} of the fleet sampled request {reply.rid} with weight version {old}, after "
+                f"version {committed} was committed",
+                remedy="it was started again, or lost a refit: see its log, and refit it before it is used",
+            )
+    return None
+
+
+async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """gather, but the first failure cancels the rest."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _sum(reports: Sequence[MemoryReport]) -> MemoryReport:

@@ -11,7 +11,7 @@ import pytest
 from zerogap.client.fleet import EngineFleet
 from zerogap.client.health import wait_healthy, while_healthy
 from zerogap.errors import ConfigError, EngineRejected, EngineUnreachable, ProtocolMismatch
-from zerogap.wire.api import GenerateBody, MemoryReport, ServerInfo, TagBytes
+from zerogap.wire.api import MemoryReport, ServerInfo, TagBytes
 
 
 class Engine:
@@ -21,7 +21,6 @@ class Engine:
         self.name, self.version = name, version
         self.sick = False
         self.calls: list[str] = []
-        self.gate = asyncio.Event()
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -35,15 +34,6 @@ class Engine:
     async def server_info(self) -> ServerInfo:
         return ServerInfo(self.name, 1, "m", "float32", self.version, "running", "d", "f", {}, 0)
 
-    async def generate(self, body: GenerateBody, *, deadline_seconds: float | None = None) -> list[Any]:
-        self.note("generate")
-        await self.gate.wait()
-        return [self.name]
-
-    async def end_weight_update(self) -> None:
-        await asyncio.sleep(0.01)
-        self.note("end_weight_update")
-
     async def release_memory_occupation(self, tags: Any) -> MemoryReport:
         return MemoryReport({"weights": TagBytes(10, 9)}, 100, 0.5)
 
@@ -53,27 +43,6 @@ class Engine:
 
 def fleet_of(*engines: Engine) -> Any:
     return EngineFleet(engines)  # type: ignore[arg-type]  # a part of the protocol
-
-
-async def test_prompts_go_to_the_engine_with_the_fewest():
-    a, b = Engine("a"), Engine("b")
-    fleet = fleet_of(a, b)
-    big = asyncio.create_task(fleet.generate(GenerateBody(input_ids=[[1], [2], [3]])))
-    await asyncio.sleep(0)
-    small = [asyncio.create_task(fleet.generate(GenerateBody(input_ids=[1]))) for _ in range(2)]
-    await asyncio.sleep(0)
-    assert (len(a.calls), len(b.calls)) == (1, 2)
-    a.gate.set()
-    b.gate.set()
-    assert await big == ["a"] and await asyncio.gather(*small) == [["b"], ["b"]]
-
-
-async def test_a_control_call_reaches_all_before_the_error_of_one_is_raised():
-    a, b = Engine("a"), Engine("b")
-    a.sick = True
-    with pytest.raises(EngineUnreachable, match="a: connection refused"):
-        await fleet_of(a, b).end_weight_update()
-    assert b.calls == ["end_weight_update"]
 
 
 async def test_memory_adds_up_and_every_rank_is_proven():
