@@ -114,8 +114,8 @@ def test_the_canonical_backward_equals_autograd_of_a_plain_model():
         torch.testing.assert_close(ours, plain.grad, rtol=2e-4, atol=2e-4)
 
 
-def _plain_attend(layer, q, k, v):
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+def _plain_attend(layer, projection):
+    q, k, v = (x.double().transpose(0, 1) for x in projection.split())
     repeat = q.shape[0] // k.shape[0]
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0), is_causal=True

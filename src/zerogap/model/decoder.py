@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from zerogap.model.config import ModelConfig
 from zerogap.model.layers import Allocate, Attend, Block, Linear, default_allocate
 from zerogap.numerics.certify import Routes, certify
+from zerogap.numerics.heads import Rotation
 from zerogap.numerics.matmul import linear, pack
-from zerogap.numerics.norm import rms_norm
+from zerogap.numerics.norm import add_rms_norm
 from zerogap.numerics.rope import rope_table
 
 
@@ -30,12 +31,17 @@ class Decoder(nn.Module):
     sin_TF: Tensor
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, allocate: Allocate | None = None
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        allocate: Allocate | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.routes: Routes = certify(config.linear_shapes, config.attention_shape, config.vocab_size, dtype).routes
-        take = default_allocate(dtype) if allocate is None else _with_dtype(allocate, dtype)
+        self.routes = _certified_routes(config, dtype, device)
+        take = default_allocate(dtype, device) if allocate is None else _with_dtype(allocate, dtype)
         self.embedding = nn.Parameter(take((config.vocab_size, config.hidden_size)))
         self.blocks = nn.ModuleList(Block(config, i, self.routes, take) for i in range(config.num_layers))
         self.norm = nn.Parameter(take((config.hidden_size,)))
@@ -52,8 +58,8 @@ class Decoder(nn.Module):
             head_dim=config.head_dim,
             num_positions=config.max_position_embeddings,
         )
-        self.register_buffer("cos_TF", cos, persistent=False)
-        self.register_buffer("sin_TF", sin, persistent=False)
+        self.register_buffer("cos_TF", cos.to(device), persistent=False)
+        self.register_buffer("sin_TF", sin.to(device), persistent=False)
 
     @property
     def attention_scale(self) -> float:
@@ -65,11 +71,11 @@ class Decoder(nn.Module):
 
     def forward(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Final-normed hidden states [N, C] of flat tokens."""
-        cos_NF, sin_NF = self.cos_TF[positions_N], self.sin_TF[positions_N]
-        h_NC = F.embedding(ids_N, self.embedding)
+        rotation = Rotation.at(positions_N, self.cos_TF, self.sin_TF)
+        h_NC, delta_NC = F.embedding(ids_N, self.embedding), None
         for block in self.blocks:
-            h_NC = block(h_NC, cos_NF, sin_NF, attend)
-        return rms_norm(h_NC, self.norm, self.config.rms_norm_eps)
+            h_NC, delta_NC = block(h_NC, delta_NC, rotation, attend)
+        return add_rms_norm(h_NC, delta_NC, self.norm, self.config.rms_norm_eps)[1]
 
     def logits(self, hidden_MC: Tensor) -> Tensor:
         """fp32 logits [M, V] of final-normed hidden states."""
@@ -121,6 +127,14 @@ class Decoder(nn.Module):
                 view.zero_()
             else:
                 view.copy_(torch.randn(view.shape, generator=generator) * std)
+
+
+def _certified_routes(config: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> Routes:
+    if device is not None and device.type == "cuda":
+        from zerogap.numerics.gpu.certify import certify_linears  # noqa: PLC0415  Triton is there on a GPU only
+
+        return certify_linears(config.linear_shapes, dtype)
+    return certify(config.linear_shapes, config.attention_shape, config.vocab_size, dtype).routes
 
 
 def _with_dtype(allocate: Allocate, dtype: torch.dtype) -> Allocate:

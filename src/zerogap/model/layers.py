@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from zerogap.model.config import ModelConfig
 from zerogap.numerics.certify import Routes
+from zerogap.numerics.heads import Projection, Rotation
 from zerogap.numerics.matmul import linear, pack
-from zerogap.numerics.norm import rms_norm, swiglu
-from zerogap.numerics.rope import apply_rope
+from zerogap.numerics.norm import add_rms_norm, swiglu
 
 Allocate = Callable[..., Tensor]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Projection], Tensor]
+"""(layer, its projection) -> [N, H * D]: whoever makes one says where keys and values come from."""
 
 
 class Linear(nn.Module):
@@ -61,17 +62,17 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(allocate((config.head_dim,))) if config.qk_norm else None
         self.k_norm = nn.Parameter(allocate((config.head_dim,))) if config.qk_norm else None
 
-    def forward(self, x_NC: Tensor, cos_NF: Tensor, sin_NF: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_NC: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         c = self.config
-        q, k, v = self.qkv(x_NC).split((c.q_size, c.kv_size, c.kv_size), dim=-1)
-        q_NHD = q.view(-1, c.num_heads, c.head_dim)
-        k_NKD = k.view(-1, c.num_kv_heads, c.head_dim)
-        v_NKD = v.view(-1, c.num_kv_heads, c.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_NHD = rms_norm(q_NHD, self.q_norm, c.rms_norm_eps)
-            k_NKD = rms_norm(k_NKD, self.k_norm, c.rms_norm_eps)
-        q_NHD, k_NKD = apply_rope(q_NHD, cos_NF, sin_NF), apply_rope(k_NKD, cos_NF, sin_NF)
-        return self.out(attend(self.layer, q_NHD, k_NKD, v_NKD))
+        projection = Projection(
+            self.qkv(x_NC),
+            self.q_norm,
+            self.k_norm,
+            rotation,
+            (c.num_heads, c.num_kv_heads, c.head_dim),
+            c.rms_norm_eps,
+        )
+        return self.out(attend(self.layer, projection))
 
     def weight_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.weight_views(prefix)
@@ -93,9 +94,13 @@ class Block(nn.Module):
         self.gate_up = Linear(width, gate_up, bias=config.mlp_bias, routes=routes, allocate=allocate)
         self.down = Linear(inner, [("down_proj", width)], bias=config.mlp_bias, routes=routes, allocate=allocate)
 
-    def forward(self, h_NC: Tensor, cos_NF: Tensor, sin_NF: Tensor, attend: Attend) -> Tensor:
-        h_NC = h_NC + self.attention(rms_norm(h_NC, self.attention_norm, self.eps), cos_NF, sin_NF, attend)
-        return h_NC + self.down(swiglu(self.gate_up(rms_norm(h_NC, self.mlp_norm, self.eps))))
+    def forward(
+        self, h_NC: Tensor, delta_NC: Tensor | None, rotation: Rotation, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it: the next norm adds it in passing."""
+        h_NC, x_NC = add_rms_norm(h_NC, delta_NC, self.attention_norm, self.eps)
+        h_NC, x_NC = add_rms_norm(h_NC, self.attention(x_NC, rotation, attend), self.mlp_norm, self.eps)
+        return h_NC, self.down(swiglu(self.gate_up(x_NC)))
 
     def weight_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.input_layernorm.weight", self.attention_norm.detach()
@@ -105,8 +110,8 @@ class Block(nn.Module):
         yield from self.down.weight_views(f"{prefix}.mlp")
 
 
-def default_allocate(dtype: torch.dtype) -> Allocate:
+def default_allocate(dtype: torch.dtype, device: torch.device | None = None) -> Allocate:
     def allocate(shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     return allocate

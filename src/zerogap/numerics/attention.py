@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerogap.numerics.heads import Projection
+
 KEY_BLOCK = 128
 PAD_KEYS = 64
 MIN_ROWS = 4
@@ -171,9 +173,9 @@ def _rectangle(part: Sequence[tuple[list[int], list[int]]], positions_N: Tensor)
 def tree_attend(plan: TreePlan, scale: float) -> Any:
     """`attend` for `Decoder.forward` over the packed tokens of `plan`, differentiable."""
 
-    def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    def attend(layer: int, projection: Projection) -> Tensor:
         del layer
-        return _TreeAttention.apply(q_NHD, k_NKD, v_NKD, plan, scale)
+        return _TreeAttention.apply(*projection.split(), plan, scale)
 
     return attend
 
@@ -397,7 +399,8 @@ def _paged_batch(
 def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
     """`attend` for `Decoder.forward` in the engine: writes the new keys and values, then attends over the cache."""
 
-    def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    def attend(layer: int, projection: Projection) -> Tensor:
+        q_NHD, k_NKD, v_NKD = projection.split()
         kv.write(layer, layout, k_NKD, v_NKD)
         _, H, D = q_NHD.shape
         K = kv.num_kv_heads

@@ -20,9 +20,10 @@ import xxhash
 from torch import Tensor
 
 from zerogap.numerics.attention import attend_rows, causal_mask, padded_keys
+from zerogap.numerics.elementwise import GRAIN
 from zerogap.numerics.logprob import full_logprobs
 from zerogap.numerics.matmul import DEFAULT_ROUTE, LinearRoute, pack, product
-from zerogap.numerics.norm import rms_norm
+from zerogap.numerics.norm import rms_norm, swiglu
 
 PROBE_ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 64, 200)
 _MIN_ROWS = (1, 2, 4, 8, 16)
@@ -97,6 +98,7 @@ def _certify(
             if route is None:
                 failures.append(f"linear {shape[0]} -> {shape[1]} ({dtype}): rows depend on the number of rows")
         failures += _probe_attention(attention_shape, dtype, bits)
+        failures += _probe_swiglu(max(k for k, _ in linear_shapes), dtype, bits)
         failures += _probe_rows(vocab_size, max(k for k, _ in linear_shapes), dtype, bits)
     bits.update(repr((sorted(routes.items()), str(dtype), torch.__version__)).encode())
     return Certificate(Routes(routes), tuple(failures), bits.hexdigest(), time.perf_counter() - started)
@@ -188,6 +190,16 @@ def _probe_rows(vocab_size: int, width: int, dtype: torch.dtype, bits: xxhash.xx
                 failures.append(f"{name} ({dtype}): a row among {rows} differs from a row among 17")
                 break
     return failures
+
+
+def _probe_swiglu(width: int, dtype: torch.dtype, bits: xxhash.xxh3_128) -> list[str]:
+    """A row's activation must not depend on how many rows there are, nor on where a thread's part of them ends."""
+    enough = 2 * GRAIN // width + 2  # rows that several threads share
+    x = _noise(enough, 2 * width).to(dtype)
+    reference = torch.cat([swiglu(row) for row in x.split(1)])
+    _add_bits(bits, reference)
+    wrong = [rows for rows in (2, 3, 7, enough - 1, enough) if not torch.equal(swiglu(x[:rows]), reference[:rows])]
+    return [f"swiglu of width {width} ({dtype}): a row among {wrong[0]} differs from a row alone"] if wrong else []
 
 
 def _noise(*shape: int) -> Tensor:

@@ -10,6 +10,7 @@ M = rows, K = inputs, N = outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LinearRoute:
-    """How one weight shape is multiplied: the kernel, and the fewest rows at which it keeps the canonical order."""
+    """How one weight shape is multiplied: the kernel, and the fewest rows at which it keeps the canonical order.
+
+    On a GPU `gpu_product` is what its certificate found: the library or our kernel, by the number of rows.
+    """
 
     kernel: str = "onednn"
     min_rows_dense: int = 2
     min_rows_packed: int = 2
+    gpu_product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
 
 DEFAULT_ROUTE = LinearRoute()
@@ -39,6 +44,8 @@ def pack(weight_NK: Tensor, route: LinearRoute) -> Tensor | None:
 
 def product(x_MK: Tensor, weight: Tensor, route: LinearRoute, *, min_rows: int) -> Tensor:
     """x @ weight.T with the canonical order over K; `weight` is dense [N, K] or what `pack` made of it."""
+    if x_MK.is_cuda:
+        return route.gpu_product(x_MK, weight)
     rows = x_MK.shape[0]
     if rows < min_rows:
         x_MK = torch.cat((x_MK, x_MK[-1:].expand(min_rows - rows, -1)))

@@ -8,14 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerogap.numerics.elementwise import silu
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019)."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def add_rms_norm(h: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(h + delta, its norm): the residual stream and what the next sublayer reads. No delta: h as it is."""
+    if h.is_cuda:
+        from zerogap.numerics.gpu import rows  # noqa: PLC0415  Triton is there on a GPU only
+
+        return rows.add_rms_norm(h, delta, weight, eps)
+    h = h if delta is None else h + delta
+    return h, rms_norm(h, weight, eps)
+
+
 def swiglu(gate_up_MF: Tensor) -> Tensor:
     """silu(gate) * up of a fused [gate | up] projection. Its backward writes both halves into one buffer."""
+    if gate_up_MF.is_cuda:
+        from zerogap.numerics.gpu import rows  # noqa: PLC0415  Triton is there on a GPU only
+
+        return rows.swiglu(gate_up_MF)
     return _SwiGlu.apply(gate_up_MF)
 
 
@@ -24,7 +40,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up_MF: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_MF)
         gate, up = gate_up_MF.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

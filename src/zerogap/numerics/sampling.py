@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerogap.numerics.elementwise import exp
 from zerogap.numerics.logprob import full_logprobs
 
 _MASK = (1 << 64) - 1
@@ -99,7 +100,7 @@ def sample(logits_BV: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tens
         tokens_B[greedy] = logits_BV[greedy].argmax(-1)
     if drawn:
         everything = len(drawn) == len(rows)
-        weights = (logprobs_BV if everything else logprobs_BV[drawn]).exp()
+        weights = exp(logprobs_BV if everything else logprobs_BV[drawn])
         for j, i in enumerate(drawn):
             if rows[i].truncates:
                 weights[j] = _truncate(weights[j], rows[i])
