@@ -29,7 +29,7 @@ from zerogap.engine.requests import GenerateRequest, RequestOutput
 from zerogap.engine.server import EngineServer, RunnableCore, ServerSettings, bind_loopback, serve
 from zerogap.engine.service import EngineService
 from zerogap.engine.state import StateMachine
-from zerogap.errors import EngineRejected, RolloutError, TransferFailed, ZerogapError
+from zerogap.errors import EngineRejected, EngineStateError, RolloutError, TransferFailed, ZerogapError
 from zerogap.model.tokenizer import Tokenizer
 from zerogap.types import Alternatives, FinishReason, TokenRecord
 
@@ -119,6 +119,10 @@ class FakeCore:
             "weight_version": self.weight_version,
             "num_running": holding,
             "num_waiting": len(self.live) - holding,
+            "num_used_tokens": 16 * holding,
+            "num_kv_tokens": 4096,
+            "max_running": 256,
+            "device": "cpu",
             "seconds_stalled": self.stalled,
         }
 
@@ -302,8 +306,17 @@ class FakeCore:
             "fingerprint": "f" * 32,
             "memory": dict(TAG_BYTES),
             "rss_bytes": 12345,
-            "num_kv_tokens": 4096,
         }
+
+    def _slow_down(self, seconds: float) -> dict[str, Any]:
+        self.step_seconds = seconds
+        return {}
+
+    def _start_profile(self, **wanted: Any) -> dict[str, Any]:
+        return {"path": f"/profiles/{wanted['name']}.trace.json.gz"}
+
+    def _stop_profile(self) -> dict[str, Any]:
+        raise EngineStateError("no profile is being taken", remedy="call start_profile first")
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ def build_app(service: EngineService) -> FastAPI:
     """The application: every route of the table, and one shape for every error."""
     app = FastAPI(title="zerogap rollout engine", version=version("zerogap"), docs_url=None, redoc_url=None)
     for route in ROUTES:
-        endpoint = _endpoint(route, service.handler(route.name))
+        endpoint = _endpoint(route, service.handler(route))
         for path, method in itertools.product((route.path, *route.aliases), route.methods):
             app.add_api_route(
                 path,
@@ -34,7 +34,7 @@ def build_app(service: EngineService) -> FastAPI:
                 methods=[method],
                 name=route.name,
                 operation_id=f"{method.lower()}{path.replace('/', '_')}",
-                description=f"{route.reply} {route.ours}".strip(),
+                description=f"{route.reply} {route.ours}{route.absent}".strip(),
                 openapi_extra=_openapi_body(route),
             )
     app.add_exception_handler(ZerogapError, _on_error)
@@ -78,7 +78,7 @@ async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ZerogapError)
     status = codec.status_of(error)
     if status >= 500:
-        logger.error("%s", error)
+        logger.log(logging.ERROR if status == 500 else logging.WARNING, "%s", error)
     return json_reply(codec.error_json(error, status), status)
 
 

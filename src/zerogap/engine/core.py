@@ -23,6 +23,7 @@ import torch
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.memory import MemoryRegion, Released, check_room, measure, process_bytes
+from zerogap.engine.profile import StepProfiler
 from zerogap.engine.requests import GenerateRequest, RequestOutput
 from zerogap.engine.requests import Sequence as Running
 from zerogap.engine.runner import Runner
@@ -73,6 +74,7 @@ class EngineCore:
         self._eos_ids = frozenset(config.eos_token_ids) | _generation_eos_ids(model_folder)
         self._certificate = certify(config.linear_shapes, config.attention_shape, config.vocab_size, decoder.dtype)
         self.machine = StateMachine()
+        self._profiler, self._sleep_seconds = StepProfiler(), 0.0
         self.failure: ZerogapError | None = None
         self._live: dict[str, _Live] = {}
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -99,6 +101,10 @@ class EngineCore:
             "weight_version": self.runner.weight_version,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
+            "num_used_tokens": scheduler.num_used_tokens,
+            "num_kv_tokens": scheduler.num_tokens,
+            "max_running": scheduler.max_running,
+            "device": self.runner.kv.keys.device.type,
             "seconds_stalled": time.monotonic() - self._last_step if busy else 0.0,
         }
 
@@ -188,12 +194,15 @@ class EngineCore:
             pass
 
     def _step(self) -> None:
+        if self._sleep_seconds:
+            self._stop.wait(self._sleep_seconds)
         try:
             moved = self.runner.step()
         except Exception as error:  # noqa: BLE001  the border of the process: nothing above could tell the clients
             self._fail(error)
             return
         self._last_step = time.monotonic()
+        self._profiler.stepped()
         for sequence in moved:
             self._report(self._live[sequence.rid])
 
@@ -387,6 +396,16 @@ class EngineCore:
             self.runner.weights_changed()
         return reply
 
+    def _do_slow_down(self, seconds: float) -> dict[str, Any]:
+        self._sleep_seconds = seconds
+        return {}
+
+    def _do_start_profile(self, **wanted: Any) -> dict[str, Any]:
+        return {"path": str(self._profiler.start(**wanted))}
+
+    def _do_stop_profile(self) -> dict[str, Any]:
+        return {"path": str(self._profiler.stop())}
+
     def _do_server_info(self) -> dict[str, Any]:
         use = measure(list(self._regions.values()))
         memory = use.tags | {"weights": use.tags["weights"] + self.runner.decoder.packed_bytes}
@@ -399,7 +418,6 @@ class EngineCore:
             "states": self.machine.snapshot(),
             "memory": memory,
             "rss_bytes": use.rss_bytes,
-            "num_kv_tokens": self.runner.scheduler.num_tokens,
             "num_threads": self._num_threads,
         }
 

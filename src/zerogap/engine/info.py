@@ -24,7 +24,7 @@ HEALTH_GENERATE_SECONDS = 20.0
 
 
 class InfoRoutes:
-    """`/health`, `/model_info`, `/server_info` and their like."""
+    """`/health`, `/ready`, `/model_info`, `/server_info` and their like."""
 
     def __init__(self, core: Core, generation: GenerationRoutes, control: ControlRoutes, *, name: str) -> None:
         self.core, self.name = core, name
@@ -35,9 +35,27 @@ class InfoRoutes:
         )
 
     async def health(self, body: messages.EmptyBody, _: Request) -> Response:
+        return json_reply({"status": "ok", "engine": self.name, **self._healthy()})
+
+    async def ping(self, body: messages.EmptyBody, _: Request) -> Response:
+        self._healthy()
+        return Response()
+
+    async def ready(self, body: messages.EmptyBody, request: Request) -> Response:
+        status = self._healthy()
+        if status["state"] != "running":
+            raise EngineUnreachable(
+                f"{self.name} is {status['state']}", remedy="bring it back to running: docs/wire.md, States", **status
+            )
+        return await self.health(body, request)
+
+    def _healthy(self) -> dict[str, Any]:
+        """The engine's account of itself. Raises EngineUnreachable if it cannot do its work any more."""
         failure = self.core.failure
         if failure is not None:
-            raise failure
+            raise EngineUnreachable(
+                f"{self.name}'s thread has ended: {failure.what}", remedy=failure.remedy, **failure.details
+            ) from failure
         status = self.core.status()
         if status["seconds_stalled"] > MAX_STALL_SECONDS:
             raise EngineUnreachable(
@@ -45,7 +63,7 @@ class InfoRoutes:
                 remedy="see the engine's log; restart it if it stays so",
                 **status,
             )
-        return json_reply({"status": "ok", "engine": self.name, **status})
+        return status
 
     async def health_generate(self, body: messages.EmptyBody, request: Request) -> Response:
         if self.core.status()["state"] == "running":

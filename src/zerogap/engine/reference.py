@@ -35,7 +35,8 @@ Every error has one shape, whatever caused it. `message`, `success` and `error.m
 | 409 | a call that is illegal now (`EngineStateError`, `StaleWeights`); `details.legal_calls` has the legal ones |
 | 413 | a body above 64 MiB |
 | 500 | a fault of the engine (`MemoryReleaseError`, a logprob that is not a number) |
-| 503 | the engine's thread is dead or stuck |
+| 501 | a route of SGLang that this engine does not have |
+| 503 | the engine's thread is dead or stuck; of `/ready`: it does not generate now |
 
 After a stream has begun the status is 200 already: the error is an event
 `{"error": {"message", "type", "code", "retryable"}, "zerogap": {...}}`, then `[DONE]`.
@@ -48,7 +49,9 @@ def page() -> str:
     """The whole text."""
     lines = [_HEAD]
     for route in ROUTES:
-        lines += _route(route)
+        if not route.absent:
+            lines += _route(route)
+    lines += _absent_routes()
     lines += ["## `sampling_params`", "", *_fields(SamplingBody.model_fields), ""]
     lines += [
         "Not supported yet, and refused unless they ask for nothing: "
@@ -75,6 +78,20 @@ def _route(route: Route) -> Iterator[str]:
     if route.ours:
         yield ""
         yield f"Ours: {route.ours}"
+    yield ""
+
+
+def _absent_routes() -> Iterator[str]:
+    yield "## Routes that answer 501"
+    yield ""
+    yield "Of SGLang, and not here yet; the answer says what to do instead."
+    yield ""
+    yield "| route | instead |"
+    yield "|---|---|"
+    for route in ROUTES:
+        if route.absent:
+            paths = ", ".join(f"`{'/'.join(route.methods)} {path}`" for path in (route.path, *route.aliases))
+            yield f"| {paths} | {route.absent} |"
     yield ""
 
 

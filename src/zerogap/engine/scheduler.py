@@ -47,6 +47,11 @@ class Scheduler:
         """The longest sequence, prompt and response, that the cache can hold."""
         return (self.pool.num_blocks - 1) * self.pool.block_size
 
+    @property
+    def num_used_tokens(self) -> int:
+        """Room of the cache that requests hold now. Any thread may ask."""
+        return self.num_tokens - self.pool.num_available * self.pool.block_size
+
     def check(self, rid: str, num_prompt: int, max_new_tokens: int) -> None:
         """Raises ConfigError for a request that could never fit. Any thread may ask."""
         if num_prompt + max_new_tokens > self.num_tokens or not num_prompt:

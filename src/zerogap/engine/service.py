@@ -8,13 +8,16 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from zerogap.engine.admin import AdminRoutes
 from zerogap.engine.admission import Admission
 from zerogap.engine.calls import Core
 from zerogap.engine.control import ControlRoutes
 from zerogap.engine.generation import GenerationRoutes
 from zerogap.engine.info import InfoRoutes
+from zerogap.engine.unsupported import refusal
 from zerogap.errors import ZerogapError
 from zerogap.model.tokenizer import Tokenizer
+from zerogap.wire.routes import Route
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
@@ -25,14 +28,17 @@ class EngineService:
     def __init__(self, core: Core, *, name: str, model_folder: Path, tokenizer: Tokenizer | None) -> None:
         self.generation = GenerationRoutes(core, Admission(core, tokenizer, model_folder), tokenizer)
         control = ControlRoutes(core, str(model_folder))
-        self._parts = (self.generation, control, InfoRoutes(core, self.generation, control, name=name))
+        info = InfoRoutes(core, self.generation, control, name=name)
+        self._parts = (self.generation, control, info, AdminRoutes(core, name=name))
 
-    def handler(self, route: str) -> Handler:
-        """The method of that name. Raises LookupError for a route that nothing serves."""
+    def handler(self, route: Route) -> Handler:
+        """The method of the route's name. Raises LookupError for a route that nothing serves."""
+        if route.absent:
+            return refusal(route)
         for part in self._parts:
-            if not route.startswith("_") and (found := getattr(part, route, None)):
+            if not route.name.startswith("_") and (found := getattr(part, route.name, None)):
                 return found
-        raise LookupError(f"no handler serves the route {route!r}")
+        raise LookupError(f"no handler serves the route {route.name!r}")
 
     def fail(self, error: ZerogapError) -> None:
         """Answers every open call with the error: the core's thread has ended."""

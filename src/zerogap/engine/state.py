@@ -103,9 +103,20 @@ RULES: tuple[Rule, ...] = (
 )
 ALWAYS_LEGAL = (
     "abort_request",
+    "configure_logging",
+    "freeze_gc",
+    "get_load",
     "health",
+    "health_generate",
+    "loads",
     "model_info",
+    "parallelism_config",
+    "ping",
+    "ready",
     "server_info",
+    "slow_down",
+    "start_profile",
+    "stop_profile",
     "update_weight_version",
     "weights_checker(manifest)",
 )

@@ -1,4 +1,5 @@
 """The only place for the request bodies of the wire: their fields, types, bounds and defaults, which are SGLang's.
+Those of an operator's calls are in `admin_messages`, those of groups, pulls and adapters in `transfer_messages`.
 
 Keys that a route does not know are ignored, as SGLang does, unless they look like a misspelt one; unknown keys inside
 `sampling_params` are refused. Replies are not here: they are built without validation, because they grow per token.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerogap.wire import messages
+from zerogap.wire import admin_messages, messages, transfer_messages
 from zerogap.wire.messages import Body
 
 GET, POST, PUT = "GET", "POST", "PUT"
@@ -15,7 +15,10 @@ GET, POST, PUT = "GET", "POST", "PUT"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`name` is the verb that serves it. `idempotent`: a client may send it again without knowing if it arrived."""
+    """`name` is the verb that serves it. `idempotent`: a client may send it again without knowing if it arrived.
+
+    `absent`: the engine does not have it; what to do instead. Such a route answers 501 (engine/unsupported.py).
+    """
 
     name: str
     path: str
@@ -26,11 +29,29 @@ class Route:
     idempotent: bool = False
     aliases: tuple[str, ...] = ()
     ours: str = ""
+    absent: str = ""
 
     @property
     def client_method(self) -> str:
         """The method that our client uses."""
         return POST if POST in self.methods else self.methods[0]
+
+
+_START_FROM_FOLDER = "start the new engine from a folder, and give it weights as to any other"
+_NO_EXPERTS = "the engine has no experts to count: leave it out"
+
+
+def _absent(
+    name: str,
+    remedy: str,
+    *,
+    methods: tuple[str, ...] = (POST,),
+    body: type[Body] = messages.EmptyBody,
+    path: str = "",
+    aliases: tuple[str, ...] = (),
+) -> Route:
+    required = body is not messages.EmptyBody
+    return Route(name, path or f"/{name}", methods, "501", body, required, aliases=aliases, absent=remedy)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -208,5 +229,147 @@ ROUTES: tuple[Route, ...] = (
         messages.CheckerBody,
         ours="`manifest` lists name, dtype and shape of every weight. Checksums are xxh3-128 in hex.",
     ),
+    Route(
+        "ready",
+        "/ready",
+        (GET,),
+        "as `/health`; 503 unless the engine generates now",
+        idempotent=True,
+        ours="SGLang's body is empty.",
+    ),
+    Route("ping", "/ping", (GET,), "empty; 503 where `/health` has it", idempotent=True),
+    Route(
+        "loads",
+        "/v1/loads",
+        (GET,),
+        "`{timestamp, version, accelerator, num_accelerators, dp_rank_count, loads: [{num_running_reqs, ...}]}`",
+        idempotent=True,
+        ours="`?include=` takes `core`, `memory`, `queues`, `all`; `spec`, `lora` and `disagg` add nothing. `?format=` "
+        "`json` only. Throughput and hit rate are not among the numbers.",
+    ),
+    Route(
+        "get_load",
+        "/get_load",
+        (GET,),
+        "`[{dp_rank, num_reqs, num_waiting_reqs, num_tokens, ts_tic}]`",
+        idempotent=True,
+    ),
+    Route(
+        "parallelism_config",
+        "/parallelism_config",
+        (GET,),
+        "`{tp_size, tp_rank, ...}` of `?rank=`, which can only be 0",
+        idempotent=True,
+    ),
+    Route(
+        "freeze_gc",
+        "/freeze_gc",
+        (GET, POST),
+        "plain text",
+        idempotent=True,
+    ),
+    Route(
+        "slow_down",
+        "/slow_down",
+        (GET, POST),
+        "`null`",
+        admin_messages.SlowDownBody,
+        idempotent=True,
+        ours="At most 10 s a step; control calls wait for as long.",
+    ),
+    Route(
+        "start_profile",
+        "/start_profile",
+        (GET, POST),
+        "plain text with the trace's path",
+        admin_messages.StartProfileBody,
+        ours="At most 1,000 steps, then the trace is written without a call. Only inside the folder of "
+        "`SGLANG_TORCH_PROFILER_DIR` (default: `zerogap-profiles` in the system's temporary folder). Refused with 409 "
+        "while one is taken. Fields without effect here are refused.",
+    ),
+    Route(
+        "stop_profile",
+        "/stop_profile",
+        (GET, POST),
+        "plain text with the trace's path",
+        ours="Refused with 409 when none is taken.",
+    ),
+    Route(
+        "configure_logging",
+        "/configure_logging",
+        (GET, POST),
+        "empty",
+        admin_messages.ConfigureLoggingBody,
+        idempotent=True,
+        ours="`log_level` only: asking for logs or dumps of requests is refused.",
+    ),
+    _absent(
+        "init_weights_update_group",
+        "send the weights in buckets, with update_weights_from_tensor",
+        body=transfer_messages.InitGroupBody,
+    ),
+    _absent(
+        "destroy_weights_update_group",
+        "there is no group: nothing is left to destroy",
+        body=transfer_messages.DestroyGroupBody,
+    ),
+    _absent(
+        "update_weights_from_distributed",
+        "send the weights in buckets, with update_weights_from_tensor",
+        body=transfer_messages.UpdateFromDistributedBody,
+    ),
+    _absent(
+        "update_weights_from_ipc",
+        "send the weights in buckets, with update_weights_from_tensor",
+        body=transfer_messages.UpdateFromIpcBody,
+    ),
+    _absent(
+        "pull_weights",
+        "give the engine a whole folder, with update_weights_from_disk",
+        body=transfer_messages.PullWeightsBody,
+    ),
+    _absent(
+        "load_lora_adapter",
+        "merge the adapter into the weights and update those",
+        body=transfer_messages.LoadAdapterBody,
+    ),
+    _absent(
+        "load_lora_adapter_from_tensors",
+        "merge the adapter into the weights and update those",
+        body=transfer_messages.LoadAdapterFromTensorsBody,
+    ),
+    _absent(
+        "load_lora_adapter_from_distributed",
+        "merge the adapter into the weights and update those",
+    ),
+    _absent(
+        "unload_lora_adapter",
+        "there are no adapters: nothing is left to unload",
+        body=transfer_messages.UnloadAdapterBody,
+    ),
+    _absent("init_weights_send_group_for_remote_instance", _START_FROM_FOLDER),
+    _absent("send_weights_to_remote_instance", _START_FROM_FOLDER),
+    _absent(
+        "remote_instance_transfer_engine_info",
+        _START_FROM_FOLDER,
+        methods=(GET,),
+        aliases=("/get_remote_instance_transfer_engine_info",),
+    ),
+    _absent(
+        "set_internal_state", "its keys (pipeline, speculation) mean nothing here: leave it out", methods=(POST, PUT)
+    ),
+    _absent("set_trace_level", "use start_profile for a trace of some steps", methods=(GET, POST)),
+    _absent("start_expert_distribution_record", _NO_EXPERTS, methods=(GET, POST)),
+    _absent("stop_expert_distribution_record", _NO_EXPERTS, methods=(GET, POST)),
+    _absent("dump_expert_distribution_record", _NO_EXPERTS, methods=(GET, POST)),
+    _absent("pd_role_switch", "one engine does both prefill and decode: leave it out"),
+    _absent("open_session", "send the whole prompt: its known blocks are not computed again", methods=(GET, POST)),
+    _absent("close_session", "there are no sessions: nothing is left to close", methods=(GET, POST)),
+    _absent("encode", "this engine generates: use generate", methods=(POST, PUT)),
+    _absent("classify", "this engine generates: use generate", methods=(POST, PUT)),
+    _absent("parse_function_call", "parse the text of the response in the client"),
+    _absent("separate_reasoning", "parse the text of the response in the client"),
+    _absent("invocations", "use generate"),
+    _absent("vertex_generate", "use generate"),
 )
 BY_NAME = {route.name: route for route in ROUTES}
