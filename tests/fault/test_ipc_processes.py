@@ -17,6 +17,7 @@ from support.engine_double import odd_tensors
 from support.engine_process import EngineProcess
 
 from zerogap.errors import EngineStateError, EngineUnreachable, ManifestMismatch, StaleWeights, TransferFailed
+from zerogap.weights.arrival import Destination
 from zerogap.weights.manifest import Manifest, tensor_digests
 from zerogap.weights.modes.ipc import IpcReceiver, IpcSender, sweep_dead_senders
 from zerogap.weights.session import refit, refit_and_continue
@@ -175,7 +176,7 @@ def start_sender() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Transf
 
 
 def test_a_sender_killed_before_the_engine_mapped_its_bucket_leaves_no_name(start_sender):
-    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    receiver = IpcReceiver(Destination.of(odd_tensors()))
     process, plan = start_sender(last_bucket=0)
     receiver.prepare(plan)
     header = BucketHeader.model_validate_json(read_line(process))
@@ -192,7 +193,7 @@ def test_a_sender_killed_before_the_engine_mapped_its_bucket_leaves_no_name(star
 
 def test_a_sender_killed_between_buckets_leaves_a_receiver_that_fails_and_says_so(start_sender):
     manifest = Manifest.of(odd_tensors())
-    receiver = IpcReceiver(manifest)
+    receiver = IpcReceiver(Destination.of(odd_tensors()))
     process, plan = start_sender(last_bucket=1, deadline_seconds=3.0)
     receiver.prepare(plan)
     first = BucketHeader.model_validate_json(read_line(process))
@@ -214,7 +215,7 @@ def test_a_sender_killed_between_buckets_leaves_a_receiver_that_fails_and_says_s
 
 
 def test_a_sender_killed_in_the_middle_of_a_bucket_does_not_change_what_the_engine_already_mapped(start_sender):
-    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    receiver = IpcReceiver(Destination.of(odd_tensors()))
     process, plan = start_sender(last_bucket=0)
     receiver.prepare(plan)
     header = BucketHeader.model_validate_json(read_line(process))

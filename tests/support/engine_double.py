@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerogap.errors import EngineRejected, EngineStateError, StaleWeights
-from zerogap.weights.manifest import Manifest, combined_digest, tensor_bytes, tensor_digests
-from zerogap.weights.modes.ipc import IpcReceiver
+from zerogap.errors import EngineRejected, EngineStateError, StaleWeights, TransferFailed
+from zerogap.weights.arrival import Destination
+from zerogap.weights.manifest import combined_digest, tensor_bytes, tensor_digests
+from zerogap.weights.modes import open_receiver
 from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
@@ -46,16 +47,25 @@ class EngineDouble:
         *,
         fingerprint: str = "probe-1",
         state: str = "running",
-        make_receiver: Callable[[Manifest], WeightReceiver] = IpcReceiver,
     ) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
-        self.manifest = Manifest.of(self.weights)
+        self.hold({name: tensor.clone() for name, tensor in weights.items()})
         self.fingerprint, self.state = fingerprint, state
-        self.receiver = make_receiver(self.manifest)
         self.calls: list[str] = []
         self.version = 0
         self.fail_in = self.hang_in = self.flip_after_end = ""
         self.on_tensor: Callable[[str], None] = lambda _: None
+
+    def hold(self, weights: Mapping[str, Tensor]) -> None:
+        """Serves these very tensors."""
+        self.weights = weights
+        self.destination = Destination.of(weights)
+        self.manifest = self.destination.manifest
+        self.receiver: WeightReceiver | None = None
+
+    @property
+    def failure(self) -> TransferFailed | None:
+        """Of the open session, or of the last one."""
+        return None if self.receiver is None else self.receiver.failure
 
     async def server_info(self) -> Any:
         await self._enter("server_info")
@@ -72,12 +82,16 @@ class EngineDouble:
     async def begin_weight_update(self, plan: TransferPlan) -> None:
         await self._enter("begin_weight_update")
         self.state = "failed"
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = open_receiver(plan.mode, self.destination)
         self.receiver.prepare(plan)
         self.state = "updating"
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self._enter("update_weights_from_tensor")
         self.state = "failed"
+        assert self.receiver is not None
         for name, tensor in self.receiver.receive(header):
             self.on_tensor(name)
             self.weights[name].copy_(tensor)
@@ -86,6 +100,7 @@ class EngineDouble:
     async def end_weight_update(self) -> None:
         await self._enter("end_weight_update")
         self.state = "failed"
+        assert self.receiver is not None
         self.receiver.finish()
         self.receiver.close()
         if self.flip_after_end:

@@ -130,7 +130,7 @@ async def _answer(engine: Any, verb: str, arguments: list[Any]) -> dict[str, Any
     parse = parsers.get(verb, lambda value: value)
     try:
         if verb == "failure":
-            failure = engine.receiver.failure
+            failure = engine.failure
             return {"value": None if failure is None else failure.what}
         if verb in _PROBES:
             return {"value": _PROBES[verb]()}

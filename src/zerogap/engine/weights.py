@@ -17,8 +17,10 @@ from zerogap.model.checkpoint import load_into
 from zerogap.model.config import ModelConfig
 from zerogap.model.decoder import Decoder
 from zerogap.model.registry import read_config
+from zerogap.weights.arrival import Destination
 from zerogap.weights.manifest import Manifest, combined_digest, differing_names, name_some, tensor_digests
-from zerogap.weights.modes.ipc import IpcReceiver
+from zerogap.weights.modes import open_receiver
+from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
 
@@ -27,23 +29,31 @@ class EngineWeights:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.tensors = decoder, decoder.hf_tensors()
-        self.manifest = Manifest.of(self.tensors)
+        self._destination = Destination.of(self.tensors)
         self.complete = True
-        self._receiver = IpcReceiver(self.manifest)
-        self._planned = False
+        self._receiver: WeightReceiver | None = None
         self._snapshot: dict[str, str] | None = None
         decoder.prepack()
 
+    @property
+    def manifest(self) -> Manifest:
+        return self._destination.manifest
+
     def begin(self, plan: TransferPlan | None) -> None:
         """Opens a session. Raises before anything has changed if the plan is not for these weights."""
-        self._receiver.close()
+        self._close()
         if plan is not None:
-            self._receiver.prepare(plan)
-        self._planned = plan is not None
+            receiver = open_receiver(plan.mode, self._destination)
+            receiver.prepare(plan)
+            self._receiver = receiver
 
     @torch.no_grad()
     def load(self, header: BucketHeader) -> None:
         """Copies one bucket in. Raises TransferFailed or ManifestMismatch; the weights are half new then."""
+        if self._receiver is None:
+            raise TransferFailed(
+                f"bucket {header.index} in a session without a plan", remedy="call begin_weight_update with a plan"
+            )
         self.lose()
         for name, tensor in self._receiver.receive(header):
             self.tensors[name].copy_(tensor)
@@ -51,7 +61,7 @@ class EngineWeights:
     def end(self) -> None:
         """Makes the serving copies. Raises TransferFailed if the session did not leave a whole set."""
         try:
-            if self._planned:
+            if self._receiver is not None:
                 self._receiver.finish()
             elif not self.complete:
                 raise TransferFailed(
@@ -59,15 +69,20 @@ class EngineWeights:
                     remedy="open a session with a plan and send every weight, or call update_weights_from_disk",
                 )
         finally:
-            self._receiver.close()
+            self._close()
         self._whole()
 
     def overdue(self) -> TransferFailed | None:
         """Why the open session cannot end well any more, else None. A session that has failed is closed."""
-        failure = self._receiver.failure
+        failure = None if self._receiver is None else self._receiver.failure
         if failure is not None:
-            self._receiver.close()
+            self._close()
         return failure
+
+    def _close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def check_folder(self, folder: Path) -> None:
         """Raises ConfigError, with nothing changed, if the folder holds another model."""

@@ -18,7 +18,7 @@ SEGMENT_PREFIX = "zerogap-"
 
 Count = Annotated[int, Field(ge=0)]
 Dtype = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="torch's name without `torch.`")]
-TransferMode = Literal["ipc"]
+TransferMode = Literal["shared", "ipc", "broadcast", "broadcast_packed", "p2p", "disk_delta"]
 
 
 class _Frozen(BaseModel):
@@ -45,11 +45,14 @@ class TensorEntry(TensorSpec):
 
 
 class BucketHeader(_Frozen):
-    """Tensors that travel together in one shared-memory segment. `index` counts the buckets of a session from 0."""
+    """Tensors that travel together. `index` counts the buckets of a session from 0.
+
+    `shm_name` is the shared memory that holds them, in mode ipc; in other modes they come another way.
+    """
 
     session_id: str
     index: Count
-    shm_name: Annotated[str, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")]
+    shm_name: Annotated[str | None, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")] = None
     num_bytes: Count
     entries: tuple[TensorEntry, ...]
 

@@ -12,25 +12,38 @@ from support.engine_double import EngineDouble, flip_one_byte, odd_tensors
 from support.tiny import TINY, TINY_QWEN2, TINY_UNTIED, tiny_decoder
 
 from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
+from zerogap.weights.arrival import Destination
 from zerogap.weights.bucket import Bucket, buckets
 from zerogap.weights.manifest import Manifest, tensor_bytes
-from zerogap.weights.modes.ipc import IpcReceiver, IpcSender
+from zerogap.weights.modes import RECEIVERS, open_receiver
+from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.session import refit
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
-MODES = {"ipc": (IpcSender, IpcReceiver)}
+SENDERS = {"ipc": IpcSender}
+"""The parametrised half of this file runs for each; what is peculiar to one mode stands in a file of its own."""
 DEADLINE = 30.0
 
 
-@pytest.fixture(params=sorted(MODES))
-def mode(request) -> Any:
-    return MODES[request.param]
+@pytest.fixture(params=sorted(SENDERS))
+def mode(request) -> str:
+    return request.param
 
 
-def make(mode, weights, **options) -> tuple[EngineDouble, Any]:
-    sender, receiver = mode
-    engine = EngineDouble(weights, make_receiver=receiver)
-    return engine, sender(engine, **{"fingerprint": "probe-1", "max_bucket_bytes": 256, **options})
+def make(mode: str, weights, **options) -> tuple[EngineDouble, Any]:
+    engine = EngineDouble(weights)
+    return engine, SENDERS[mode](engine, **{"fingerprint": "probe-1", "max_bucket_bytes": 256, **options})
+
+
+def test_the_suite_runs_for_every_mode_that_an_engine_receives_by():
+    assert SENDERS.keys() == RECEIVERS.keys()
+
+
+def test_a_mode_that_the_engine_does_not_know_is_refused_with_those_it_does(monkeypatch):
+    monkeypatch.setattr("zerogap.weights.modes.RECEIVERS", {"ipc": RECEIVERS["ipc"]})
+    with pytest.raises(TransferFailed, match="does not receive weights by transfer mode p2p") as caught:
+        open_receiver("p2p", Destination.of(odd_tensors()))
+    assert "ipc" in caught.value.remedy
 
 
 def same_bits(a, b) -> bool:
@@ -76,7 +89,7 @@ async def test_a_refit_moves_one_embedding_row_and_the_head_only_if_tied(mode, c
     """C1: add 1 to embedding row 5 in the trainer; C25: through fused parameters."""
     served, trained = tiny_decoder(config), tiny_decoder(config)
     engine, sender = make(mode, served.hf_tensors(), max_bucket_bytes=4096)
-    engine.weights = served.hf_tensors()  # the real, fused parameters
+    engine.hold(served.hf_tensors())  # the real, fused parameters
     with torch.no_grad():
         trained.embedding[5] += 1
     hidden = torch.ones(1, config.hidden_size)
@@ -160,11 +173,11 @@ async def test_a_header_that_does_not_follow_the_plan_fails_the_session_and_the_
     sender = IpcSender(engine, fingerprint=None)
     with pytest.raises(TransferFailed, match=message):
         await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
-    assert engine.state == "failed" and engine.receiver.failure is not None
-    assert message.split(":")[-1].strip() in engine.receiver.failure.what
+    assert engine.state == "failed" and engine.failure is not None
+    assert message.split(":")[-1].strip() in engine.failure.what
     engine.alter = lambda header: header
     await refit(engine, sender, odd_tensors(2), 2, deadline_seconds=DEADLINE)
-    assert engine.receiver.failure is None and same_bits(engine.weights, odd_tensors(2))
+    assert engine.failure is None and same_bits(engine.weights, odd_tensors(2))
 
 
 async def test_a_byte_flipped_in_transit_is_found_on_arrival_and_named():
@@ -192,24 +205,24 @@ async def test_a_byte_flipped_in_transit_is_found_on_arrival_and_named():
 
 async def test_a_receiver_whose_sender_is_silent_past_the_deadline_says_so():
     engine = EngineDouble(odd_tensors())
-    sender = IpcSender(engine, fingerprint=None)
-    plan = await sender.connect(engine.manifest, deadline_seconds=0.05)
-    engine.receiver.prepare(plan)
-    assert engine.receiver.failure is None
+    receiver = open_receiver("ipc", engine.destination)
+    receiver.prepare(await IpcSender(engine, fingerprint=None).connect(engine.manifest, deadline_seconds=0.05))
+    assert receiver.failure is None
     await asyncio.sleep(0.1)
-    assert engine.receiver.failure is not None
-    assert "0 of 14 weights arrived" in engine.receiver.failure.what
+    assert receiver.failure is not None
+    assert "0 of 14 weights arrived" in receiver.failure.what
     with pytest.raises(TransferFailed, match="past its deadline"):
-        engine.receiver.finish()
+        receiver.finish()
 
 
 async def test_a_bucket_that_the_engine_gave_up_half_way_cannot_be_ended_well():
     engine = EngineDouble(odd_tensors())
     sender = IpcSender(engine, fingerprint=None)
-    engine.receiver.prepare(await sender.connect(engine.manifest, deadline_seconds=DEADLINE))
+    receiver = open_receiver("ipc", engine.destination)
+    receiver.prepare(await sender.connect(engine.manifest, deadline_seconds=DEADLINE))
 
     async def take_one(header: BucketHeader) -> None:
-        arriving = engine.receiver.receive(header)
+        arriving = receiver.receive(header)
         next(arriving)
         arriving.close()
 
@@ -217,15 +230,15 @@ async def test_a_bucket_that_the_engine_gave_up_half_way_cannot_be_ended_well():
     await sender.send(next(iter(buckets(odd_tensors(1), 1 << 20))))
     await sender.close()
     with pytest.raises(TransferFailed, match="not loaded to its end"):
-        engine.receiver.finish()
+        receiver.finish()
 
 
 def test_a_receiver_without_a_session_refuses_buckets_and_an_end():
-    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    receiver = open_receiver("ipc", Destination.of(odd_tensors()))
     header = BucketHeader(session_id="a", index=0, shm_name="zerogap-1", num_bytes=0, entries=())
     with pytest.raises(TransferFailed, match="no weight-update session is open"):
         list(receiver.receive(header))
-    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    receiver = open_receiver("ipc", Destination.of(odd_tensors()))
     with pytest.raises(TransferFailed, match="no weight-update session is open"):
         receiver.finish()
     receiver.close()
@@ -234,12 +247,12 @@ def test_a_receiver_without_a_session_refuses_buckets_and_an_end():
 
 def test_a_receiver_refuses_a_plan_for_other_weights_by_itself():
     """The sender compares digests first; the engine does not rely on that."""
-    receiver = IpcReceiver(Manifest.of(odd_tensors()))
+    receiver = open_receiver("ipc", Destination.of(odd_tensors()))
     other = Manifest.of({"plain": torch.zeros(16, 8)})
     plan = TransferPlan(
         session_id="a",
         mode="ipc",
-        manifest_digest=receiver._manifest.digest,
+        manifest_digest=other.digest,
         fingerprint=None,
         num_tensors=1,
         num_bytes=512,

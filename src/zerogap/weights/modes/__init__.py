@@ -1,0 +1,25 @@
+"""The only list of transfer modes: which receiver an engine opens for a session of which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from zerogap.errors import TransferFailed
+from zerogap.weights.arrival import Destination
+from zerogap.weights.modes.ipc import IpcReceiver
+from zerogap.weights.transfer import WeightReceiver
+from zerogap.wire.tensors import TransferMode
+
+RECEIVERS: Mapping[TransferMode, Callable[[Destination], WeightReceiver]] = {
+    "ipc": IpcReceiver,
+}
+
+
+def open_receiver(mode: TransferMode, destination: Destination) -> WeightReceiver:
+    """Raises TransferFailed for a mode that this engine does not receive by."""
+    if mode not in RECEIVERS:
+        raise TransferFailed(
+            f"this engine does not receive weights by transfer mode {mode}",
+            remedy=f"set refit.mode to one of {', '.join(sorted(RECEIVERS))}",
+        )
+    return RECEIVERS[mode](destination)

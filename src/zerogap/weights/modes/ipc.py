@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -21,9 +20,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
+from zerogap.errors import TransferFailed
+from zerogap.weights.arrival import RESEND, CheckedReceiver, Destination
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, name_some, spec_bytes, tensor_digest
+from zerogap.weights.handshake import agree
+from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, tensor_digest
 from zerogap.wire.tensors import ALIGNMENT_BYTES, SEGMENT_PREFIX, BucketHeader, TensorEntry, TensorSpec, TransferPlan
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_BUCKET_BYTES = 256 << 20
 _SEGMENTS = Path("/dev/shm")  # where shm_open(3) keeps its names on Linux, see shm_overview(7)
-_RESEND = "start the refit again; if it happens twice, suspect this host's memory"
 
 
 class Segment:
@@ -79,29 +79,18 @@ class IpcSender:
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Asks the engine who it is and refuses another manifest or fingerprint, before anything moves."""
         sweep_dead_senders()
-        info = await self._engine.server_info()
-        if info.manifest_digest != manifest.digest:
-            await self._name_the_difference(manifest)
-        if self._fingerprint is not None and info.fingerprint != self._fingerprint:
-            raise ParityError(
-                f"numerics fingerprints differ: engine {info.fingerprint}, trainer {self._fingerprint}",
-                remedy="give both sides the same dtype, thread count and library versions, or set numerics.on_gap to "
-                "warn to train without the parity claim",
-            )
-        self._session_id = secrets.token_hex(8)
-        everything = manifest.num_bytes + ALIGNMENT_BYTES * len(manifest.specs)
-        self._segment_bytes = max(1, min(self.max_bucket_bytes, everything))
-        return TransferPlan(
-            session_id=self._session_id,
+        plan = await agree(
+            self._engine,
+            manifest,
             mode="ipc",
-            manifest_digest=manifest.digest,
             fingerprint=self._fingerprint,
-            num_tensors=len(manifest.specs),
-            num_bytes=manifest.num_bytes,
             max_bucket_bytes=self.max_bucket_bytes,
             deadline_seconds=deadline_seconds,
-            tensors=manifest.specs,
         )
+        self._session_id = plan.session_id
+        everything = manifest.num_bytes + ALIGNMENT_BYTES * len(manifest.specs)
+        self._segment_bytes = max(1, min(self.max_bucket_bytes, everything))
+        return plan
 
     async def send(self, bucket: Bucket) -> dict[str, str]:
         """Flattens the bucket into the segment; returns the digest of each tensor once the engine has loaded it."""
@@ -124,14 +113,6 @@ class IpcSender:
             self._segment.unlink()
             self._segment = None
 
-    async def _name_the_difference(self, manifest: Manifest) -> None:
-        reply = await self._engine.weights_checker("manifest")
-        manifest.check_equal(Manifest.from_specs(TensorSpec.model_validate(spec) for spec in reply["tensors"]))
-        raise ManifestMismatch(
-            "the engine's manifest digest differs although it lists the same weights",
-            remedy="engine and trainer run different versions of zerogap: install one version on both sides",
-        )
-
     def _segment_for(self, bucket: Bucket) -> Segment:
         """The session's segment, or a new one for the first bucket and for one that does not fit."""
         if self._segment is not None and self._segment.num_bytes >= bucket.num_bytes:
@@ -150,136 +131,40 @@ class IpcSender:
         return self._segment
 
 
-class IpcReceiver:
-    """The engine's half. `manifest` is that of the engine's own weights: nothing else can arrive."""
+class IpcReceiver(CheckedReceiver):
+    """The engine's half: maps the segment that a header names."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._plan: TransferPlan | None = None
+    modes = ("ipc",)
+
+    def __init__(self, destination: Destination) -> None:
+        super().__init__(destination)
         self._segment: Segment | None = None
-        self._arrived: set[str] = set()
-        self._num_buckets = 0
-        self._started = 0.0
-        self._fault: TransferFailed | None = None
-
-    def prepare(self, plan: TransferPlan) -> None:
-        """Opens a session. Raises ManifestMismatch, naming names, if the plan is not for this engine's weights."""
-        self.close()
-        if plan.mode != "ipc":
-            raise TransferFailed(
-                f"the plan's transfer mode is {plan.mode}, this engine receives by ipc", remedy="set refit.mode to ipc"
-            )
-        Manifest.from_specs(plan.tensors).check_equal(self._manifest)
-        self._plan, self._started = plan, time.monotonic()
-        self._arrived, self._num_buckets, self._fault = set(), 0, None
-
-    def receive(self, header: BucketHeader) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) with digests checked; a tensor is valid until the next is asked for. A failure, and an
-        iteration that is given up half-way, leaves the session failed.
-        """
-        complete = False
-        try:
-            self._check_order(header)
-            segment = self._attach(header)
-            for entry in header.entries:
-                self._check_entry(entry, header)
-                view = segment.view(entry, entry.offset, entry.num_bytes)
-                self._check_digest(entry, view)
-                yield entry.name, view
-                self._arrived.add(entry.name)
-            self._num_buckets += 1
-            complete = True
-        except TransferFailed as error:
-            self._fault = error
-            raise
-        finally:
-            if not complete and self._fault is None:
-                self._fault = TransferFailed(f"bucket {header.index} was not loaded to its end", remedy=_RESEND)
-
-    def finish(self) -> None:
-        """Raises TransferFailed that names the weights that never arrived."""
-        plan = self._open_plan("end")
-        missing = [spec.name for spec in plan.tensors if spec.name not in self._arrived]
-        if missing:
-            self._fault = TransferFailed(
-                f"{len(missing)} of {plan.num_tensors} weights never arrived: {name_some(missing)}",
-                remedy="the sender must send every weight of its plan before it ends the session",
-                missing=missing,
-            )
-            raise self._fault
-
-    @property
-    def failure(self) -> TransferFailed | None:
-        """Why the session cannot end well: a fault, or a sender that is silent past the deadline of its plan."""
-        plan = self._plan
-        if self._fault is None and plan is not None and time.monotonic() - self._started > plan.deadline_seconds:
-            self._fault = TransferFailed(
-                f"weight-update session {plan.session_id} is past its deadline of {plan.deadline_seconds:g} s: "
-                f"{self._num_buckets} buckets and {len(self._arrived)} of {plan.num_tensors} weights arrived",
-                remedy="the sender is dead or stuck: see the trainer's log, then refit again",
-            )
-        return self._fault
 
     def close(self) -> None:
-        """Forgets the session and unmaps its segment; `failure` still says why it failed. Safe twice."""
-        self._plan = self._segment = None
+        """Forgets the session and unmaps its segment. Safe twice."""
+        super().close()
+        self._segment = None
 
-    def _open_plan(self, act: str) -> TransferPlan:
-        """The open session's plan. Raises TransferFailed if there is none or it has failed."""
-        if self._plan is None:
-            raise TransferFailed(
-                f"no weight-update session is open: cannot {act}", remedy="call begin_weight_update with a plan first"
-            )
-        failure = self.failure
-        if failure is not None:
-            raise TransferFailed(f"the weight-update session has failed: {failure.what}", remedy=failure.remedy)
-        return self._plan
-
-    def _check_order(self, header: BucketHeader) -> None:
-        plan = self._open_plan(f"load bucket {header.index}")
-        if header.session_id != plan.session_id:
-            raise TransferFailed(
-                f"bucket {header.index} is of session {header.session_id}, open is {plan.session_id}",
-                remedy="two senders refit one engine at once, or one outlived its session: stop the other one",
-            )
-        if header.index != self._num_buckets:
-            raise TransferFailed(f"got bucket {header.index} where {self._num_buckets} was due", remedy=_RESEND)
+    def _views(self, header: BucketHeader) -> Iterator[Tensor]:
+        segment = self._attach(header)
+        for entry in header.entries:
+            yield segment.view(entry, entry.offset, entry.num_bytes)
 
     def _attach(self, header: BucketHeader) -> Segment:
+        if header.shm_name is None:
+            raise TransferFailed(
+                f"bucket {header.index} of mode ipc names no shared memory", remedy="give shm_name with the bucket"
+            )
         if self._segment is None or self._segment.name != header.shm_name:
             self._segment = None  # unmap the old one first: at most one bucket is mapped
-            self._segment = _attach(header)
+            self._segment = _attach(header, header.shm_name)
         if self._segment.num_bytes < header.num_bytes:
             raise TransferFailed(
                 f"segment {header.shm_name} holds {self._segment.num_bytes:,} bytes, bucket {header.index} claims "
                 f"{header.num_bytes:,}",
-                remedy=_RESEND,
+                remedy=RESEND,
             )
         return self._segment
-
-    def _check_entry(self, entry: TensorEntry, header: BucketHeader) -> None:
-        expected = self._manifest.by_name.get(entry.name)
-        if expected is None or (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
-            wanted = "no such weight" if expected is None else expected.describe()
-            raise TransferFailed(
-                f"{entry.name} arrived as {entry.describe()}; this engine has {wanted}",
-                remedy="the sender's buckets do not follow its own plan: both must come from the same tensors",
-            )
-        if entry.name in self._arrived:
-            raise TransferFailed(f"{entry.name} arrived twice", remedy="send each weight in exactly one bucket")
-        aligned = entry.offset % dtype_of(entry.dtype).itemsize == 0
-        if not aligned or entry.num_bytes != spec_bytes(entry) or entry.offset + entry.num_bytes > header.num_bytes:
-            raise TransferFailed(
-                f"{entry.name}: {entry.num_bytes} bytes at offset {entry.offset} of a bucket of {header.num_bytes}",
-                remedy="the bucket's header is damaged: " + _RESEND,
-            )
-
-    def _check_digest(self, entry: TensorEntry, view: Tensor) -> None:
-        digest = tensor_digest(view)
-        if digest != entry.digest:
-            raise TransferFailed(
-                f"{entry.name} arrived changed: digest {digest}, sent {entry.digest}", remedy=_RESEND, name=entry.name
-            )
 
 
 def sweep_dead_senders() -> None:
@@ -316,12 +201,11 @@ def _flatten(bucket: Bucket, segment: Segment) -> Iterator[TensorEntry]:
         yield TensorEntry(**spec.model_dump(), offset=slot.offset, num_bytes=slot.num_bytes, digest=tensor_digest(view))
 
 
-def _attach(header: BucketHeader) -> Segment:
+def _attach(header: BucketHeader, name: str) -> Segment:
     try:
-        size = (_SEGMENTS / header.shm_name).stat().st_size
-        return Segment(header.shm_name, size, create=False)
+        return Segment(name, (_SEGMENTS / name).stat().st_size, create=False)
     except (OSError, ValueError) as error:
         raise TransferFailed(
-            f"bucket {header.index}: cannot map segment {header.shm_name}: {error}",
+            f"bucket {header.index}: cannot map segment {name}: {error}",
             remedy="the sender has died, or it runs on another host or in a container that does not share /dev/shm",
         ) from error
