@@ -41,17 +41,27 @@ def serve(
     num_kv_tokens: int = 16384,
     max_running_requests: int = 256,
     threads: int = 0,
+    pause_wait_seconds: float = 600.0,
+    max_stall_seconds: float = 60.0,
+    version_update_aborts: bool = False,
 ) -> int:
-    """Start the rollout engine alone, with SGLang's endpoints. MODEL is a Hugging Face folder or a built-in name."""
+    """Start the rollout engine alone, with SGLang's endpoints. MODEL is a Hugging Face folder or a built-in name.
+
+    Requests that arrive while it is paused wait for PAUSE_WAIT_SECONDS; with work and no step for MAX_STALL_SECONDS it
+    is not healthy; VERSION_UPDATE_ABORTS makes update_weight_version abort all requests by default, as SGLang does.
+    """
     from zerogap.config.schema import EngineSettings
 
     settings = EngineSettings(num_kv_tokens=num_kv_tokens, max_running_requests=max_running_requests, threads=threads)
+    from zerogap.engine.options import ServiceOptions
     from zerogap.engine.server import ServerSettings, run_server
     from zerogap.log import setup_logging
     from zerogap.model.importer import resolve
 
     setup_logging("engine")
-    return run_server(resolve(model), settings, ServerSettings(host=host, port=port), dtype=dtype)
+    options = ServiceOptions(pause_wait_seconds, max_stall_seconds, version_update_aborts)
+    server = ServerSettings(host=host, port=port, service=options)
+    return run_server(resolve(model), settings, server, dtype=dtype)
 
 
 @app.command

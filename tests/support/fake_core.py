@@ -25,6 +25,7 @@ from typing import Any
 import tokenizers
 
 from zerogap.engine.app import build_app
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.requests import GenerateRequest, RequestOutput
 from zerogap.engine.server import EngineServer, RunnableCore, ServerSettings, bind_loopback, serve
 from zerogap.engine.service import EngineService
@@ -59,11 +60,13 @@ def letter_tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def served(core: RunnableCore, folder: Path, tokenizer: Tokenizer | None = None) -> AsyncIterator[str]:
+async def served(
+    core: RunnableCore, folder: Path, tokenizer: Tokenizer | None = None, options: ServiceOptions | None = None
+) -> AsyncIterator[str]:
     """The url of a real HTTP server over the core, in this event loop."""
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    service = EngineService(core, name="fake", model_folder=folder, tokenizer=tokenizer)
+    service = EngineService(core, name="fake", model_folder=folder, tokenizer=tokenizer, options=options)
     listener = bind_loopback("127.0.0.1", 0)
     server = EngineServer(build_app(service), listener, ServerSettings(name="fake"))
     core.start()
@@ -264,17 +267,24 @@ class FakeCore:
     def _begin_weight_update(self, selector: str, plan: Any) -> dict[str, Any]:
         return self._plain("begin_weight_update" if plan is not None else "begin_weight_update(no plan)")
 
-    def _load_bucket(self, header: Any) -> dict[str, Any]:
+    def _load_bucket(self, header: Any, weight_version: int | None, abort_all_requests: bool) -> dict[str, Any]:
         self._check("update_weights_from_tensor")
+        if abort_all_requests:
+            self._abort_request("", True)
         if not header.entries:
             self.machine.failed("update_weights_from_tensor")
             raise TransferFailed("the bucket is empty", remedy="send tensors")
+        self.weight_version = self.weight_version if weight_version is None else weight_version
         return {}
 
     def _end_weight_update(self) -> dict[str, Any]:
         return self._plain("end_weight_update")
 
-    def _update_weights_from_disk(self, model_path: str, weight_version: int | None) -> dict[str, Any]:
+    def _update_weights_from_disk(
+        self, model_path: str, weight_version: int | None, abort_all_requests: bool
+    ) -> dict[str, Any]:
+        if abort_all_requests:
+            self._abort_request("", True)
         self._plain("update_weights_from_disk")
         self.weight_version = self.weight_version if weight_version is None else weight_version
         return {}

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from zerogap.engine.calls import Core, call
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import json_reply, success
 from zerogap.errors import ConfigError, EngineStateError
 from zerogap.wire import codec, messages
@@ -20,10 +21,13 @@ _POLL_SECONDS = 0.05
 
 
 class ControlRoutes:
-    """Pause and continue, cache, memory, weights. `model_path` follows an update from disk."""
+    """Pause and continue, cache, memory, weights: each call is one order of the core, so no two of them interleave.
 
-    def __init__(self, core: Core, model_path: str) -> None:
-        self.core, self.model_path = core, model_path
+    `model_path` follows an update from disk.
+    """
+
+    def __init__(self, core: Core, model_path: str, options: ServiceOptions) -> None:
+        self.core, self.model_path, self.options = core, model_path, options
 
     async def pause_generation(self, body: messages.PauseBody, _: Request) -> Response:
         await call(self.core, "pause_generation", mode=body.mode)
@@ -63,17 +67,27 @@ class ControlRoutes:
                 "pickled serialized_named_tensors are not accepted: unpickling executes code",
                 remedy="send `bucket` (docs/wire.md), or use update_weights_from_disk",
             )
-        await self._abort_if(body.abort_all_requests)
-        await call(self.core, "load_bucket", header=body.bucket)
-        return success(f"Loaded bucket {body.bucket.index}." + await self._relabel(body.weight_version))
+        number = _version(body.weight_version)
+        await call(
+            self.core,
+            "load_bucket",
+            header=body.bucket,
+            weight_version=number,
+            abort_all_requests=body.abort_all_requests,
+        )
+        return success(f"Loaded bucket {body.bucket.index}." + _relabelled(number))
 
     async def update_weights_from_disk(self, body: messages.UpdateFromDiskBody, _: Request) -> Response:
-        await self._abort_if(body.abort_all_requests)
-        number = None if body.weight_version is None else _version(body.weight_version)
-        await call(self.core, "update_weights_from_disk", model_path=body.model_path, weight_version=number)
+        number = _version(body.weight_version)
+        await call(
+            self.core,
+            "update_weights_from_disk",
+            model_path=body.model_path,
+            weight_version=number,
+            abort_all_requests=body.abort_all_requests,
+        )
         self.model_path = body.model_path
-        note = "" if number is None else f" Weight version updated to {number}."
-        return success("Succeeded to update model weights." + note, num_paused_requests=0)
+        return success("Succeeded to update model weights." + _relabelled(number), num_paused_requests=0)
 
     async def end_weight_update(self, body: messages.EmptyBody, _: Request) -> Response:
         await call(self.core, "end_weight_update")
@@ -81,7 +95,8 @@ class ControlRoutes:
 
     async def update_weight_version(self, body: messages.UpdateVersionBody, _: Request) -> Response:
         number = _version(body.new_version)
-        await call(self.core, "update_weight_version", new_version=number, abort_all_requests=body.abort_all_requests)
+        aborts = self.options.version_update_aborts if body.abort_all_requests is None else body.abort_all_requests
+        await call(self.core, "update_weight_version", new_version=number, abort_all_requests=aborts)
         return success(f"Weight version updated to {number}", new_version=body.new_version)
 
     async def get_weights_by_name(self, body: messages.GetWeightsBody, _: Request) -> Response:
@@ -93,18 +108,14 @@ class ControlRoutes:
             {"success": True, "message": "ok", **await call(self.core, "weights_checker", action=body.action)}
         )
 
-    async def _abort_if(self, wanted: bool) -> None:
-        if wanted:
-            await call(self.core, "abort_request", rid="", abort_all=True)
 
-    async def _relabel(self, given: str | None) -> str:
-        if given is None:
-            return ""
-        await call(self.core, "update_weight_version", new_version=_version(given), abort_all_requests=False)
-        return f" Weight version updated to {given}."
+def _relabelled(number: int | None) -> str:
+    return "" if number is None else f" Weight version updated to {number}."
 
 
-def _version(value: str) -> int:
+def _version(value: str | None) -> int | None:
+    if value is None:
+        return None
     with suppress(ValueError):
         if 0 <= (number := int(value)) <= messages.INT64_MAX:
             return number

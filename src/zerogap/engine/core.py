@@ -361,8 +361,13 @@ class EngineCore:
         self.machine.done(call)
         return {}
 
-    def _do_load_bucket(self, header: BucketHeader) -> dict[str, Any]:
+    def _do_load_bucket(
+        self, header: BucketHeader, weight_version: int | None = None, abort_all_requests: bool = False
+    ) -> dict[str, Any]:
+        self._check("update_weights_from_tensor")
+        self._abort_if(abort_all_requests)
         self._guarded("update_weights_from_tensor", lambda: self.weights.load(header))
+        self._relabel(weight_version)
         return {}
 
     def _do_end_weight_update(self) -> dict[str, Any]:
@@ -370,21 +375,30 @@ class EngineCore:
         self.runner.weights_changed()
         return {}
 
-    def _do_update_weights_from_disk(self, model_path: str, weight_version: int | None) -> dict[str, Any]:
+    def _do_update_weights_from_disk(
+        self, model_path: str, weight_version: int | None, abort_all_requests: bool = False
+    ) -> dict[str, Any]:
         call, folder = "update_weights_from_disk", Path(model_path)
+        self._abort_if(abort_all_requests)
         self._check(call)
         self.weights.check_folder(folder)
         self._guarded(call, lambda: self.weights.load_folder(folder))
         self.runner.weights_changed()
-        if weight_version is not None:
-            self.runner.weight_version = weight_version
+        self._relabel(weight_version)
         return {}
 
     def _do_update_weight_version(self, new_version: int, abort_all_requests: bool) -> dict[str, Any]:
-        if abort_all_requests:
-            self._abort(list(self._live.values()))
-        self.runner.weight_version = new_version
+        self._abort_if(abort_all_requests)
+        self._relabel(new_version)
         return {}
+
+    def _abort_if(self, wanted: bool) -> None:
+        if wanted:
+            self._abort(list(self._live.values()))
+
+    def _relabel(self, version: int | None) -> None:
+        if version is not None:
+            self.runner.weight_version = version
 
     def _do_get_weights_by_name(self, name: str, truncate_size: int) -> dict[str, Any]:
         self._check("get_weights_by_name")

@@ -11,11 +11,12 @@ from fastapi.responses import StreamingResponse
 
 from zerogap.engine.admission import Admission
 from zerogap.engine.calls import Core, call
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import event, json_reply
 from zerogap.engine.requests import RequestOutput
 from zerogap.engine.responses import Answer
 from zerogap.engine.responses import Response as Generated
-from zerogap.errors import ConfigError, ZerogapError
+from zerogap.errors import ConfigError, EngineStateError, ZerogapError
 from zerogap.model.tokenizer import Tokenizer
 from zerogap.wire import codec, messages
 from zerogap.wire.codec import PromptItem
@@ -24,10 +25,11 @@ from zerogap.wire.codec import PromptItem
 class GenerationRoutes:
     """`/generate` and `/abort_request`. What else generates goes through `submit`, `wait` and `close` too."""
 
-    def __init__(self, core: Core, admission: Admission, tokenizer: Tokenizer | None) -> None:
-        self.core, self.admission, self.tokenizer = core, admission, tokenizer
+    def __init__(self, core: Core, admission: Admission, tokenizer: Tokenizer | None, options: ServiceOptions) -> None:
+        self.core, self.admission, self.tokenizer, self.options = core, admission, tokenizer, options
         self._live: dict[str, str] = {}  # rid of every unfinished response -> the rid that the client gave
         self._open: set[Answer] = set()
+        self._patience: dict[Answer, asyncio.TimerHandle] = {}  # of calls that came while the engine did not generate
 
     def fail(self, error: ZerogapError) -> None:
         """Answers every open call with the error: the core's thread has ended."""
@@ -36,7 +38,7 @@ class GenerationRoutes:
 
     async def generate(self, body: messages.GenerateBody, request: Request) -> Response:
         items = codec.expand(body)
-        answer = self.submit(items, stream=body.stream)
+        answer = self.submit(items, stream=body.stream, pause_wait_seconds=body.pause_wait_seconds)
         as_list = codec.is_batch(body) or len(items) > 1
         if body.stream:
             return StreamingResponse(self._events(answer, as_list), media_type="text/event-stream")
@@ -50,7 +52,7 @@ class GenerationRoutes:
         replies = [self._with_prompt(response.reply(), response, body) for response in answer.responses]
         return json_reply(replies if as_list else replies[0])
 
-    def submit(self, items: Sequence[PromptItem], *, stream: bool) -> Answer:
+    def submit(self, items: Sequence[PromptItem], *, stream: bool, pause_wait_seconds: float | None = None) -> Answer:
         for item in items:
             if item.rid in self._live:
                 raise ConfigError(
@@ -68,7 +70,26 @@ class GenerationRoutes:
         except ZerogapError:
             self.close(answer)
             raise
+        if self.core.status()["state"] != "running":
+            seconds = self.options.pause_wait_seconds if pause_wait_seconds is None else pause_wait_seconds
+            loop = asyncio.get_running_loop()
+            self._patience[answer] = loop.call_later(seconds, self._lose_patience, answer, seconds)
         return answer
+
+    def _lose_patience(self, answer: Answer, seconds: float) -> None:
+        """Ends a call that has waited all this time. One that has begun, or whose engine goes on, is left alone."""
+        status = self.core.status()
+        if status["state"] == "running" or any(response.ids for response in answer.responses):
+            return
+        first = answer.responses[0].item.rid
+        answer.fail(
+            EngineStateError(
+                f"request {first}: the engine is {status['state']} and did not go on within {seconds:g} s",
+                remedy="send it again after continue_generation, or raise pause_wait_seconds",
+                status=503,
+                state=status["state"],
+            )
+        )
 
     def _sink(self, answer: Answer, index: int) -> Callable[[RequestOutput], None]:
         rid = answer.responses[index].item.rid
@@ -115,6 +136,8 @@ class GenerationRoutes:
     def close(self, answer: Answer) -> None:
         """Forgets the call; what the core still works on for it is aborted."""
         self._open.discard(answer)
+        if (timer := self._patience.pop(answer, None)) is not None:
+            timer.cancel()
         for rid in answer.unfinished:
             self.core.control("abort_request", rid=rid, abort_all=False)
         for response in answer.responses:

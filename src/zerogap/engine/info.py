@@ -14,20 +14,21 @@ from fastapi import Request, Response
 from zerogap.engine.calls import Core, call
 from zerogap.engine.control import ControlRoutes
 from zerogap.engine.generation import GenerationRoutes
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import json_reply
 from zerogap.errors import EngineUnreachable
 from zerogap.wire import messages
 
-MAX_STALL_SECONDS = 60.0
-"""An engine with work that has not finished a step for this long is not healthy."""
 HEALTH_GENERATE_SECONDS = 20.0
 
 
 class InfoRoutes:
     """`/health`, `/ready`, `/model_info`, `/server_info` and their like."""
 
-    def __init__(self, core: Core, generation: GenerationRoutes, control: ControlRoutes, *, name: str) -> None:
-        self.core, self.name = core, name
+    def __init__(
+        self, core: Core, generation: GenerationRoutes, control: ControlRoutes, options: ServiceOptions, *, name: str
+    ) -> None:
+        self.core, self.name, self.options = core, name, options
         self._generation, self._control = generation, control
         self._started = time.time()
         self._config: dict[str, Any] = json.loads(
@@ -57,7 +58,7 @@ class InfoRoutes:
                 f"{self.name}'s thread has ended: {failure.what}", remedy=failure.remedy, **failure.details
             ) from failure
         status = self.core.status()
-        if status["seconds_stalled"] > MAX_STALL_SECONDS:
+        if status["seconds_stalled"] > self.options.max_stall_seconds:
             raise EngineUnreachable(
                 f"{self.name} has work and finished no step for {status['seconds_stalled']:.0f} s",
                 remedy="see the engine's log; restart it if it stays so",

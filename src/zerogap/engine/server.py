@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from zerogap.config.schema import EngineSettings
 from zerogap.engine.app import build_app
 from zerogap.engine.calls import Core
 from zerogap.engine.core import EngineCore
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.service import EngineService
 from zerogap.errors import ConfigError
 from zerogap.model.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class ServerSettings:
     ready_fd: int | None = None
     ready_file: Path | None = None
     parent_pipe: int | None = None
+    service: ServiceOptions = field(default_factory=ServiceOptions)
 
 
 def run_server(model_folder: Path, engine: EngineSettings, settings: ServerSettings, *, dtype: str = "float32") -> int:
@@ -69,7 +71,9 @@ def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: S
     listener = bind_loopback(settings.host, settings.port)
     core = make_core()
     tokenizer = Tokenizer.from_folder(model_folder) if (model_folder / "tokenizer.json").is_file() else None
-    service = EngineService(core, name=settings.name, model_folder=model_folder, tokenizer=tokenizer)
+    service = EngineService(
+        core, name=settings.name, model_folder=model_folder, tokenizer=tokenizer, options=settings.service
+    )
     core.start()
     return asyncio.run(_serve(EngineServer(build_app(service), listener, settings), core, service))
 

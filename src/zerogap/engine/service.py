@@ -14,6 +14,7 @@ from zerogap.engine.calls import Core
 from zerogap.engine.control import ControlRoutes
 from zerogap.engine.generation import GenerationRoutes
 from zerogap.engine.info import InfoRoutes
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.unsupported import refusal
 from zerogap.errors import ZerogapError
 from zerogap.model.tokenizer import Tokenizer
@@ -25,10 +26,19 @@ Handler = Callable[[Any, Request], Awaitable[Response]]
 class EngineService:
     """All that a server answers about one core."""
 
-    def __init__(self, core: Core, *, name: str, model_folder: Path, tokenizer: Tokenizer | None) -> None:
-        self.generation = GenerationRoutes(core, Admission(core, tokenizer, model_folder), tokenizer)
-        control = ControlRoutes(core, str(model_folder))
-        info = InfoRoutes(core, self.generation, control, name=name)
+    def __init__(
+        self,
+        core: Core,
+        *,
+        name: str,
+        model_folder: Path,
+        tokenizer: Tokenizer | None,
+        options: ServiceOptions | None = None,
+    ) -> None:
+        options = options or ServiceOptions()
+        self.generation = GenerationRoutes(core, Admission(core, tokenizer, model_folder), tokenizer, options)
+        control = ControlRoutes(core, str(model_folder), options)
+        info = InfoRoutes(core, self.generation, control, options, name=name)
         self._parts = (self.generation, control, info, AdminRoutes(core, name=name))
 
     def handler(self, route: Route) -> Handler:

@@ -162,7 +162,8 @@ class GenerateBody(Body):
     """`/generate`: one prompt or a batch, as text or token ids; lists elsewhere give one entry per prompt.
 
     `return_original_logprob` is ours: the temperature is left out of the logprobs, as `SGLANG_RETURN_ORIGINAL_LOGPROB`
-    has it for all requests of a server; null: as that says.
+    has it for all requests of a server; null: as that says. `pause_wait_seconds` is ours: how long a request that
+    arrives while the engine does not generate may wait for it; null: as the server was started.
     """
 
     text: str | list[str] | None = None
@@ -176,6 +177,7 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool = False
     return_original_logprob: bool | list[bool] | None = None
     return_prompt_token_ids: bool = False
+    pause_wait_seconds: Annotated[float, Field(ge=0)] | None = None
     stream: bool = False
 
     @model_validator(mode="before")
@@ -268,10 +270,12 @@ class UpdateFromDiskBody(Body):
 
 
 class UpdateVersionBody(Body):
-    """`abort_all_requests` is false here and true in SGLang: a new label is no reason to lose responses."""
+    """`abort_all_requests` null: as the server was started. That is false by default, and true in SGLang: a new label is
+    no reason to lose responses.
+    """
 
     new_version: str
-    abort_all_requests: bool = False
+    abort_all_requests: bool | None = None
 
 
 class GetWeightsBody(Body):

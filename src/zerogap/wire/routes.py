@@ -69,7 +69,9 @@ ROUTES: tuple[Route, ...] = (
         "`return_logprob` is refused. A `stop_regex` that searches for over 0.1 s is an error of its request alone. "
         "A prompt as long as the context can be scored with `max_new_tokens: 0`. With prompt logprobs, "
         "`input_weight_versions` says which weights scored them. "
-        "`weight_versions` spans are always present in the last message.",
+        "`weight_versions` spans are always present in the last message. A request that arrives while the engine does "
+        "not generate waits for `pause_wait_seconds` (default: the server's, 600), then is answered 503 with the "
+        "state; SGLang's waits for ever.",
     ),
     Route(
         "health",
@@ -77,8 +79,9 @@ ROUTES: tuple[Route, ...] = (
         (GET,),
         "`{status, state, engine, ...}`; 503 when the engine thread is dead, or has work and makes no progress",
         idempotent=True,
-        ours="Answers at once, without a generation, and 200 while paused or released: the body says which. SGLang's "
-        "body is empty and its probe takes a second, or 20 while paused.",
+        ours="Answers at once, without a generation, and 200 while paused or released: the body says which. The bound is "
+        "`zerogap serve --max-stall-seconds` (60). SGLang's body is empty and its probe takes a second, or 20 while "
+        "paused.",
     ),
     Route(
         "health_generate",
@@ -210,7 +213,8 @@ ROUTES: tuple[Route, ...] = (
         messages.UpdateVersionBody,
         body_required=True,
         idempotent=True,
-        ours="Aborts nothing unless asked to (SGLang's default is to abort everything). The version is an integer.",
+        ours="Aborts nothing unless asked to (SGLang's default is to abort everything; `zerogap serve "
+        "--version-update-aborts` has that). The version is an integer.",
     ),
     Route(
         "get_weights_by_name",
