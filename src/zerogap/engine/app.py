@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from zerogap.engine.replies import json_reply
 from zerogap.engine.service import EngineService
@@ -39,6 +40,7 @@ def build_app(service: EngineService) -> FastAPI:
             )
     app.add_exception_handler(ZerogapError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_defect)
     return app
 
@@ -53,6 +55,7 @@ def _endpoint(
 
 
 async def _read(route: Route, request: Request) -> Any:
+    _check_type(request)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -66,6 +69,18 @@ async def _read(route: Route, request: Request) -> Any:
     if route.body_required and request.method != GET:
         raise ConfigError(f"{route.path} needs a body", remedy="send a JSON object; {} where no field is needed")
     return {}
+
+
+def _check_type(request: Request) -> None:
+    """Raises for a body that calls itself something else than JSON: a web page may send such a one without asking."""
+    given = request.headers.get("content-type")
+    kind = "" if given is None else given.partition(";")[0].strip().lower()
+    if given is not None and kind != "application/json" and not kind.endswith("+json"):
+        raise ConfigError(
+            f"the body's content type is {given[:80]!r}",
+            remedy="send JSON, with the header Content-Type: application/json",
+            status=415,
+        )
 
 
 def _openapi_body(route: Route) -> dict[str, Any]:
@@ -88,6 +103,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         f"{request.method} {request.url.path}: {error.detail}", remedy="docs/wire.md lists the routes"
     )
     return json_reply(codec.error_json(ours, error.status_code), error.status_code)
+
+
+async def _on_gone(_: Request, error: Exception) -> Response:
+    del error  # nobody is there to read it
+    return Response(status_code=499)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

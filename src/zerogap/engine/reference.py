@@ -16,8 +16,9 @@ Generated from `wire/routes.py`, `wire/messages.py` and `engine/state.py`; chang
 `python -m zerogap.engine.reference > docs/wire.md`.
 
 The engine speaks the HTTP dialect of SGLang 0.5.22 for the routes below. Bodies are JSON; a `POST` without a required
-body is an error, `{}` is enough where no field is required. Types are not converted: `1.0` is no integer. Keys that
-a route does not know are ignored, unless they look like a misspelt one; unknown keys in `sampling_params` are refused.
+body is an error, `{}` is enough where no field is required. Types are not converted: `1.0` is no integer. A key that
+comes twice is refused. Keys that a route does not know are ignored, unless they look like a misspelt one; unknown keys
+in `sampling_params` are refused.
 
 ## Errors
 
@@ -33,7 +34,7 @@ Every error has one shape, whatever caused it. `message`, `success` and `error.m
 | 400 | a body that is no JSON, a wrong field, a request that cannot be served as it is, a weight update that failed |
 | 404, 405 | no such route, or not with this method |
 | 409 | a call that is illegal now (`EngineStateError`, `StaleWeights`); `details.legal_calls` has the legal ones |
-| 413 | a body above 64 MiB |
+| 413, 415 | a body above 64 MiB, or one that calls itself something else than JSON |
 | 500 | a fault of the engine (`MemoryReleaseError`, a logprob that is not a number) |
 | 501 | a route of SGLang that this engine does not have |
 | 503 | the engine's thread is dead or stuck; of `/ready`: it does not generate now |

@@ -17,13 +17,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model's config.json. Raises ConfigError if there is none or its model is not supported."""
+    """The model's config.json. Raises ConfigError if there is none, or it is damaged, or of an unsupported model."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            raise ConfigError(
+                f"{folder} has no config.json",
+                remedy="give a Hugging Face model folder, or a name `zerogap model` knows",
+            )
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        shown = str(error)[:200]
+        raise ConfigError(f"config.json of a model cannot be read: {shown}", remedy="mend it, or the path") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} holds no JSON object", remedy="give a Hugging Face model folder")
+    try:
+        return ModelConfig.from_hf(given)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigError(
-            f"{folder} has no config.json", remedy="give a Hugging Face model folder, or a name `zerogap model` knows"
-        )
-    return ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")))
+            f"{path} describes no model: {type(error).__name__} {error}", remedy="give a Hugging Face model folder"
+        ) from error
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -33,11 +33,22 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(body: bytes) -> Any:
-    """JSON as the specification has it: NaN and Infinity are no JSON. Raises ConfigError."""
+    """JSON as the specification has it: UTF-8, every key once, no NaN, no half of a character. Raises ConfigError."""
     try:
-        return json.loads(body, parse_constant=_no_constant)
+        text = body.decode()
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_each_once)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is not JSON: {error}", remedy="send a JSON object in UTF-8") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError(f"the key {next(k for i, (k, _) in enumerate(pairs) if k in dict(pairs[:i]))!r} comes twice")
+    return value
 
 
 def _no_constant(name: str) -> Any:
@@ -322,7 +333,14 @@ _STATUS: dict[type[ZerogapError], int] = {
     errors.ZerogapError: 500,
 }
 """Class -> HTTP status, for it and the classes below it that have none of their own."""
-_WORDS = {400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 409: "Conflict", 413: "Content Too Large"}
+_WORDS = {
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    409: "Conflict",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
+}
 
 
 def status_of(error: ZerogapError) -> int:

@@ -141,7 +141,7 @@ def test_a_logprob_of_a_float32_crosses_json_unchanged():
     assert json.loads(codec.dumps([value])) == [value]
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff", b"NaN", b"[Infinity]", b"[" * 100_000, b""])
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"NaN", b"[Infinity]", b"[" * 100_000, b"", b'{"a":1,"a":1}'])
 def test_what_is_no_json_is_refused(text: bytes):
     with pytest.raises(ConfigError, match="not JSON"):
         codec.loads(text)

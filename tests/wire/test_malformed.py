@@ -1,0 +1,235 @@
+"""Malformed bodies by the hundred, against every route of the table and a real core: 4xx each, and the server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.assertions import fault_of
+from support.fake_core import served
+from support.tiny_tokenizer import tiny_model_folder
+
+from zerogap.config.schema import EngineSettings
+from zerogap.engine.core import EngineCore
+from zerogap.errors import ConfigError
+from zerogap.model.tokenizer import Tokenizer
+from zerogap.wire import codec
+from zerogap.wire.routes import POST, ROUTES, Route
+
+NO_JSON_OBJECTS = [
+    b"", b" ", b"{", b"}", b"{]", b"[]", b"[{}]", b"3", b"-", b'"x"', b"null", b"true", b"{}{}", b"{,}", b'{"a"}',
+    b"{'a': 1}", b'{"a": 1,}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}', b'{"a": 01}', b'{"a": "\x01"}',
+    b'{"a": "\\x"}', b'{"a": "\\ud800"}', b'{"\\udc00": 1}', b'{"a": 1, "a": 2}', b'{"b": {"a": 1, "a": 1}}', b"\xff",
+    b"\xc3\x28", b'{"a": "\xff"}', b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"),
+    b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"a":' * 50_000, b"a=1&b=2", b"<a/>", b"\x00" * 64,
+    b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+]  # fmt: skip
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 1.0, 1.5, -0.0, 1e308, 5e-324, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400,
+    "", "x", "x" * 10_000, "\x00", "../../etc/passwd", "💥", [], [None], [[]], [[[1]]], [1, "a"], [True], ["x"] * 40,
+    {}, {"a": 1}, {"": None}, {"x": {"y": [{}]}},
+]  # fmt: skip
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "generate": {
+        "input_ids": [1, 5],
+        "rid": "r",
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.5, "stop_token_ids": [3], "logit_bias": {"4": 1.0}},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [4],
+    },
+    "abort_request": {"rid": "r", "abort_all": False},
+    "pause_generation": {"mode": "retract"},
+    "continue_generation": {"torch_empty_cache": False},
+    "release_memory_occupation": {"tags": ["kv_cache"]},
+    "resume_memory_occupation": {"tags": ["kv_cache"]},
+    "begin_weight_update": {
+        "selector": "all",
+        "plan": {
+            "session_id": "s", "mode": "ipc", "manifest_digest": "m", "fingerprint": None, "num_tensors": 1,
+            "num_bytes": 12, "max_bucket_bytes": 64, "deadline_seconds": 5.0,
+            "tensors": [{"name": "w", "dtype": "float32", "shape": [3]}],
+        },
+    },
+    "update_weights_from_tensor": {
+        "bucket": {
+            "session_id": "s", "index": 0, "shm_name": "zerogap-none", "num_bytes": 64,
+            "entries": [{"name": "w", "dtype": "float32", "shape": [3], "offset": 0, "num_bytes": 12, "digest": "d"}],
+        },
+        "flush_cache": False,
+        "weight_version": "1",
+    },
+    "update_weights_from_disk": {"model_path": "/nothing", "weight_version": "1"},
+    "update_weight_version": {"new_version": "1", "abort_all_requests": False},
+    "get_weights_by_name": {"name": "model.norm.weight", "truncate_size": 2},
+    "weights_checker": {"action": "manifest"},
+}  # fmt: skip
+"""A body of each route that its model accepts. A route that is not here is tried with every field of its model."""
+WITH_BODY = [route for route in ROUTES if POST in route.methods]
+
+
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    folder = tiny_model_folder(tmp_path / "model")
+    core = EngineCore(folder, EngineSettings(num_kv_tokens=2048, threads=1))
+    async with (
+        served(core, folder, Tokenizer.from_folder(folder)) as url,
+        httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client,
+    ):
+        yield client
+        await make_whole(client, folder)
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        reply = await client.post("/generate", json={"input_ids": [1, 5], "sampling_params": params})
+        assert reply.status_code == 200 and len(reply.json()["output_ids"]) == 3, reply.text
+
+
+async def make_whole(http: httpx.AsyncClient, folder: Path) -> None:
+    """From whatever state: paused and idle, memory back, weights of the folder, running. Refusals are in order."""
+    await http.post("/pause_generation", json={"mode": "abort"})
+    await http.post("/resume_memory_occupation", json={})
+    await http.post("/end_weight_update", json={})
+    done = await http.post("/update_weights_from_disk", json={"model_path": str(folder)})
+    assert done.status_code == 200, done.text
+    assert (await http.post("/continue_generation", json={})).status_code == 200
+
+
+async def test_what_is_no_json_object_is_refused_by_every_route(http):
+    faults = []
+    for route in WITH_BODY:
+        for content in NO_JSON_OBJECTS:
+            if content or route.body_required:
+                response = await http.post(route.path, content=content)
+                faults.append((route.name, content[:40], fault_of(response) or response.status_code))
+    assert [fault for fault in faults if fault[2] != 400] == []
+    assert len(faults) > 500
+
+
+async def test_a_body_that_calls_itself_something_else_is_refused(http):
+    """A web page can send such bodies to a port of this machine without asking anybody."""
+    for route in WITH_BODY:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json"):
+            response = await http.post(route.path, content=b"{}", headers={"content-type": kind})
+            assert (response.status_code, fault_of(response)) == (415, None), (route.name, kind)
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.x+json"):
+        assert (await http.post("/continue_generation", content=b"{}", headers={"content-type": kind})).is_success
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to everything inside of a body."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    whole = copy.deepcopy(value)
+    inner = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = new
+    return whole
+
+
+def bodies_of(route: Route) -> Iterator[bytes]:
+    """The example with something nasty in one place, for every place; and every other field of the route."""
+    example = EXAMPLES.get(route.name, {})
+    paths = [*places(example), *((name,) for name in route.body.model_fields if name not in example)]
+    for path in paths:
+        for new in NASTY:
+            yield json.dumps(changed(example, path, new)).encode()
+
+
+def accepts(route: Route, content: bytes) -> bool:
+    try:
+        codec.read_body(route.body, codec.loads(content))
+    except ConfigError:
+        return False
+    return True
+
+
+async def test_one_nasty_value_in_any_place_of_any_body_is_an_answer_and_never_a_500(http, tmp_path):
+    """What the body's model refuses is 400; what it lets through has any status but one of a fault."""
+    faults, num_refused = [], 0
+    for route in WITH_BODY:
+        for content in bodies_of(route):
+            legal = accepts(route, content)
+            num_refused += not legal
+            response = await http.post(route.path, content=content)
+            fault = fault_of(response)
+            if not legal and response.status_code != 400:
+                fault = f"status {response.status_code}"
+            if fault:
+                faults.append((route.name, content[:200], fault))
+        await make_whole(http, tmp_path / "model")
+    assert faults == []
+    assert num_refused > 1000
+
+
+async def test_a_client_that_goes_away_inside_of_its_body_leaves_no_trace(http, caplog):
+    url = httpx.URL(str(http.base_url))
+    for route in WITH_BODY:
+        for sent in (b"", b"{", b'{"input_ids": [1, 2'):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = (
+                f"POST {route.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+            )
+            writer.write(head.encode() + sent)
+            await writer.drain()
+            writer.close()
+            async with asyncio.timeout(5):
+                await reader.read()
+    assert (await http.get("/health")).status_code == 200
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Makes a good checkpoint a bad one."""
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    if kind == "no weights":
+        weights.unlink()
+    elif kind == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif kind == "no safetensors":
+        weights.write_bytes(b"\xff" * 1000)
+    elif kind == "an index to nowhere":
+        weights.unlink()
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "../../x"}}')
+    elif kind == "an index of another form":
+        weights.unlink()
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    elif kind == "a pipe":
+        config.unlink()
+        os.mkfifo(config)
+    elif kind == "a folder":
+        config.unlink()
+        config.mkdir()
+    else:
+        config.write_bytes(kind.encode())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "no weights", "truncated weights", "no safetensors", "an index to nowhere", "an index of another form",
+        "a pipe", "a folder", "{", "[]", "{}", "[" * 10_000, '{"model_type": 3}', '{"model_type": "llama"}',
+        '{"model_type": "llama", "hidden_size": "x", "num_attention_heads": 0}',
+        '{"model_type": "llama", "hidden_size": 1e400, "vocab_size": null}',
+    ],
+    ids=range(15),
+)  # fmt: skip
+async def test_a_damaged_checkpoint_is_a_400_and_the_server_lives(http, tmp_path, kind):
+    """What lies on a disk is as foreign as what comes by wire."""
+    folder = tiny_model_folder(tmp_path / "damaged")
+    damage(folder, kind)
+    async with asyncio.timeout(10):
+        response = await http.post("/update_weights_from_disk", json={"model_path": str(folder)})
+    assert (response.status_code, fault_of(response)) == (400, None), response.text
