@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -77,7 +78,10 @@ WITH_BODY = [route for route in ROUTES if POST in route.methods]
 
 
 @pytest.fixture
-async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", str(tmp_path / "profiles"))
+    monkeypatch.setattr("zerogap.engine.admin.gc.freeze", lambda: None)
+    level = logging.getLogger("zerogap").level
     folder = tiny_model_folder(tmp_path / "model")
     core = EngineCore(folder, EngineSettings(num_kv_tokens=2048, threads=1))
     async with (
@@ -89,10 +93,13 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         params = {"max_new_tokens": 3, "ignore_eos": True}
         reply = await client.post("/generate", json={"input_ids": [1, 5], "sampling_params": params})
         assert reply.status_code == 200 and len(reply.json()["output_ids"]) == 3, reply.text
+        logging.getLogger("zerogap").setLevel(level)
 
 
 async def make_whole(http: httpx.AsyncClient, folder: Path) -> None:
     """From whatever state: paused and idle, memory back, weights of the folder, running. Refusals are in order."""
+    await http.post("/slow_down", json={})
+    await http.post("/stop_profile", json={})
     await http.post("/pause_generation", json={"mode": "abort"})
     await http.post("/resume_memory_occupation", json={})
     await http.post("/end_weight_update", json={})
@@ -165,11 +172,12 @@ async def test_one_nasty_value_in_any_place_of_any_body_is_an_answer_and_never_a
             num_refused += not legal
             response = await http.post(route.path, content=content)
             fault = fault_of(response)
-            if not legal and response.status_code != 400:
+            if not legal and response.status_code not in (400, 501):
                 fault = f"status {response.status_code}"
             if fault:
                 faults.append((route.name, content[:200], fault))
-        await make_whole(http, tmp_path / "model")
+            if response.status_code == 200 and route.name != "generate":
+                await make_whole(http, tmp_path / "model")
     assert faults == []
     assert num_refused > 1000
 

@@ -47,8 +47,7 @@ class StepProfiler:
             raise EngineStateError(
                 f"a profile is being taken already, for {self._path}", remedy="call stop_profile first"
             )
-        folder = _inside(profile_root(), output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _made_inside(profile_root(), output_dir)
         kinds = [ProfilerActivity.CPU]
         if "GPU" in activities and torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
@@ -78,11 +77,18 @@ class StepProfiler:
         return self._path
 
 
-def _inside(root: Path, asked: str | None) -> Path:
-    folder = (root / (asked or "")).resolve()
-    if not folder.is_relative_to(root.resolve()):
+def _made_inside(root: Path, asked: str | None) -> Path:
+    try:
+        folder = (root / (asked or "")).resolve()
+        if folder.is_relative_to(root.resolve()):
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"output_dir {asked!r} is outside of the profile folder {root}",
-            remedy=f"give a folder inside of it, or start the engine with {FOLDER_VARIABLE} set to another one",
-        )
-    return folder
+            f"output_dir cannot be made in the profile folder {root}: {str(error)[:200]}",
+            remedy="give a short plain name, or none",
+        ) from error
+    raise ConfigError(
+        f"output_dir {asked!r} is outside of the profile folder {root}",
+        remedy=f"give a folder inside of it, or start the engine with {FOLDER_VARIABLE} set to another one",
+    )
