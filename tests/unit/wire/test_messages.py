@@ -84,8 +84,8 @@ def test_keys_of_a_newer_client_are_ignored():
     GenerateBody.model_validate({"input_ids": [1], "wholly_new_thing": 1, "http_worker_ipc": None, "extra_key": "v3"})
 
 
-def test_an_update_of_the_version_aborts_nothing_by_default():
-    assert UpdateVersionBody(new_version="3").abort_all_requests is False
+def test_an_update_of_the_version_leaves_it_to_the_server_whether_it_aborts():
+    assert UpdateVersionBody(new_version="3").abort_all_requests is None
 
 
 def test_the_wire_and_the_client_load_without_torch():
