@@ -270,8 +270,8 @@ class UpdateFromDiskBody(Body):
 
 
 class UpdateVersionBody(Body):
-    """`abort_all_requests` null: as the server was started. That is false by default, and true in SGLang: a new label is
-    no reason to lose responses.
+    """`abort_all_requests` null: as the server was started. That is false by default, and true in SGLang: a new label
+    is no reason to lose responses.
     """
 
     new_version: str

@@ -79,9 +79,9 @@ ROUTES: tuple[Route, ...] = (
         (GET,),
         "`{status, state, engine, ...}`; 503 when the engine thread is dead, or has work and makes no progress",
         idempotent=True,
-        ours="Answers at once, without a generation, and 200 while paused or released: the body says which. The bound is "
-        "`zerogap serve --max-stall-seconds` (60). SGLang's body is empty and its probe takes a second, or 20 while "
-        "paused.",
+        ours="Answers at once, without a generation, and 200 while paused or released: the body says which. The bound "
+        "is `zerogap serve --max-stall-seconds` (60). SGLang's body is empty and its probe takes a second, or 20 "
+        "while paused.",
     ),
     Route(
         "health_generate",
