@@ -74,6 +74,7 @@ class Admission:
                 ignore_eos=params.ignore_eos,
             ),
             logprobs=self._options(item, len(prompt_ids), new),
+            namespace=item.namespace,
         )
 
     def needs_tokenizer(self, what: str) -> Tokenizer:

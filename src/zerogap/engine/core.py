@@ -239,7 +239,14 @@ class EngineCore:
     def _add(self, request: GenerateRequest, sink: Sink) -> None:
         params = request.params
         stop_ids = frozenset() if params.ignore_eos else self._eos_ids | params.stop_token_ids
-        sequence = Running(request.rid, request.input_ids, params, stop_ids & self._vocabulary, request.logprobs)
+        sequence = Running(
+            request.rid,
+            request.input_ids,
+            params,
+            stop_ids & self._vocabulary,
+            request.logprobs,
+            request.namespace.encode(),
+        )
         live = _Live(sequence, sink)
         if request.rid in self._live:
             sequence.error = ConfigError(

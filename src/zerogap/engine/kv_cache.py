@@ -1,9 +1,10 @@
 """The only place that says which block of the KV cache belongs to whom, and which hold a prefix that can be shared.
 
-A full block is named by its weights (`salt`) and every token from position 0 to its end, so a block of older weights or
-of another prefix can never be found. It is named when its computation is planned: whoever finds it then reads it in the
-same forward, which writes all keys and values of a layer before it reads any. Blocks that nobody uses stay findable
-until their memory is needed, oldest first. Block 0 is never handed out: it pads block tables.
+A full block is named by its weights and namespace (`root`) and every token from position 0 to its end, so a block of
+older weights, of another prefix or of another namespace can never be found. It is named when its computation is
+planned: whoever finds it then reads it in the same forward, which writes all keys and values of a layer before it reads
+any. Blocks that nobody uses stay findable until their memory is needed, oldest first. Block 0 is never handed out: it
+pads block tables.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 import xxhash
 
 
-def extend_names(names: list[bytes], tokens: Sequence[int], count: int, block_size: int, salt: bytes) -> None:
+def extend_names(names: list[bytes], tokens: Sequence[int], count: int, block_size: int, root: bytes) -> None:
     """Appends the names of full blocks of `tokens` up to `count` of them: a chain, each stands for its whole prefix."""
     for block in range(len(names), count):
         part = tokens[block * block_size : (block + 1) * block_size]
-        parent = names[-1] if names else salt
+        parent = names[-1] if names else root
         names.append(xxhash.xxh3_128_digest(parent + struct.pack(f"<{block_size}q", *part)))
 
 

@@ -83,12 +83,13 @@ NO_OPTIONS = LogprobOptions()
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One response asked for: what the server hands to the core."""
+    """One response asked for: what the server hands to the core. Cached blocks are shared within a `namespace` only."""
 
     rid: str
     input_ids: tuple[int, ...]
     params: SamplingParams
     logprobs: LogprobOptions = NO_OPTIONS
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Sequence:
     params: SamplingParams
     stop_ids: frozenset[int]
     options: LogprobOptions = NO_OPTIONS
+    namespace: bytes = b""
     tokens: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

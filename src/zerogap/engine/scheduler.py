@@ -131,7 +131,7 @@ class Scheduler:
         sequence.proven = False
         full = sequence.num_computed // size
         if full > sequence.num_named and sequence.salt == salt:  # blocks of two weights have no name
-            extend_names(sequence.names, sequence.tokens, full, size, salt)
+            extend_names(sequence.names, sequence.tokens, full, size, salt + sequence.namespace)
             for block in range(sequence.num_named, full):
                 pool.publish(sequence.blocks[block], sequence.names[block])
             sequence.num_named = full
@@ -147,7 +147,9 @@ class Scheduler:
             sequence.salt, sequence.names = salt, []
             if unscored:
                 unscored.clear()
-        extend_names(sequence.names, sequence.tokens, (len(sequence.tokens) - 1) // size, size, salt)
+        extend_names(
+            sequence.names, sequence.tokens, (len(sequence.tokens) - 1) // size, size, salt + sequence.namespace
+        )
         wanted = (len(sequence.tokens) - 1 if unscored is None else unscored.next_row) // size
         sequence.blocks = self.pool.match(sequence.names[:wanted])
         sequence.num_named = len(sequence.blocks)
@@ -159,7 +161,8 @@ class Scheduler:
     def _identity(self, sequence: Sequence) -> tuple[bytes, tuple[int, ...]]:
         """All tokens of a sequence: the name of its full blocks but the last token's, and what comes after them."""
         count = (len(sequence.tokens) - 1) // self.pool.block_size
-        return sequence.names[count - 1] if count else b"", tuple(sequence.tokens[count * self.pool.block_size :])
+        name = sequence.names[count - 1] if count else sequence.namespace
+        return name, tuple(sequence.tokens[count * self.pool.block_size :])
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Retracts from the youngest on until the blocks suffice. False if that reached the sequence itself."""

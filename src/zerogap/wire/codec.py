@@ -83,6 +83,7 @@ class PromptItem:
     token_ids_logprob: list[int] | None
     return_text_in_logprobs: bool
     return_original_logprob: bool | None
+    namespace: str = ""
 
 
 def is_batch(body: GenerateBody) -> bool:
@@ -102,6 +103,7 @@ def expand(body: GenerateBody) -> list[PromptItem]:
     top = _per_prompt("top_logprobs_num", body.top_logprobs_num, count)
     given: Any = body.return_original_logprob
     original: list[bool | None] = _per_prompt("return_original_logprob", given, count)
+    spaces = _namespaces(body, count)
     wanted = body.token_ids_logprob
     one_list = not wanted or not isinstance(wanted[0], list)
     spread: list[Any] = [wanted] * count if one_list else _per_prompt("token_ids_logprob", list(wanted or ()), count)
@@ -125,6 +127,7 @@ def expand(body: GenerateBody) -> list[PromptItem]:
                     token_ids_logprob=token_ids[i] or None,
                     return_text_in_logprobs=body.return_text_in_logprobs,
                     return_original_logprob=original[i],
+                    namespace=spaces[i],
                 )
             )
     return items
@@ -153,6 +156,13 @@ def _per_prompt(name: str, value: T | list[T], count: int) -> list[T]:
     if len(value) != count:
         raise ConfigError(f"{name} has {len(value)} entries for {count} prompts", remedy="give one entry per prompt")
     return value
+
+
+def _namespaces(body: GenerateBody, count: int) -> list[str]:
+    """Of the prefix cache, per prompt: what the two strings say together; "" where neither says anything."""
+    keys: list[str] = _per_prompt("extra_key", body.extra_key or "", count)
+    salts: list[str] = _per_prompt("cache_salt", body.cache_salt or "", count)
+    return [f"{len(salt)}:{salt}{key}" if salt or key else "" for salt, key in zip(salts, keys, strict=True)]
 
 
 def _rids(rid: str | list[str] | None, count: int) -> list[str]:

@@ -26,6 +26,7 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 PauseMode = Literal["abort", "retract", "in_place"]
 MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 CheckerAction = Literal["checksum", "manifest", "snapshot", "reset_tensors", "compare"]
+Namespace = Annotated[str, Field(max_length=4096)]
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 
 
@@ -177,6 +178,8 @@ class GenerateBody(Body):
     return_text_in_logprobs: bool = False
     return_original_logprob: bool | list[bool] | None = None
     return_prompt_token_ids: bool = False
+    extra_key: Namespace | list[Namespace] | None = None
+    cache_salt: Namespace | list[Namespace] | None = None
     pause_wait_seconds: Annotated[float, Field(ge=0)] | None = None
     stream: bool = False
 
@@ -208,9 +211,7 @@ UNSUPPORTED_GENERATE = (
     "return_flat_raw_top_logprobs_b64",
     "session_params",
 )
-"""SGLang's fields that change the answer and that this engine cannot honour; null, false and empty are accepted.
-
-`extra_key` and `cache_salt` are ignored: they keep stale cache entries apart, which this engine's cache cannot hold."""
+"""SGLang's fields that change the answer and that this engine cannot honour; null, false and empty are accepted."""
 
 
 class EmptyBody(Body): ...

@@ -69,9 +69,10 @@ ROUTES: tuple[Route, ...] = (
         "`return_logprob` is refused. A `stop_regex` that searches for over 0.1 s is an error of its request alone. "
         "A prompt as long as the context can be scored with `max_new_tokens: 0`. With prompt logprobs, "
         "`input_weight_versions` says which weights scored them. "
-        "`weight_versions` spans are always present in the last message. A request that arrives while the engine does "
-        "not generate waits for `pause_wait_seconds` (default: the server's, 600), then is answered 503 with the "
-        "state; SGLang's waits for ever.",
+        "`weight_versions` spans are always present in the last message. Cached blocks are of the present weights in "
+        "any case; `extra_key` and `cache_salt` keep apart what must not share them. A request that arrives while the "
+        "engine does not generate waits for `pause_wait_seconds` (default: the server's, 600), then is answered 503 "
+        "with the state; SGLang's waits for ever.",
     ),
     Route(
         "health",
