@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.assertions import fault_of
 from support.fake_core import served
+from support.served_process import healing_calls
 from support.tiny_tokenizer import tiny_model_folder
 
 from zerogap.config.schema import EngineSettings
@@ -97,15 +98,8 @@ async def http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def make_whole(http: httpx.AsyncClient, folder: Path) -> None:
-    """From whatever state: paused and idle, memory back, weights of the folder, running. Refusals are in order."""
-    await http.post("/slow_down", json={})
-    await http.post("/stop_profile", json={})
-    await http.post("/pause_generation", json={"mode": "abort"})
-    await http.post("/resume_memory_occupation", json={})
-    await http.post("/end_weight_update", json={})
-    done = await http.post("/update_weights_from_disk", json={"model_path": str(folder)})
-    assert done.status_code == 200, done.text
-    assert (await http.post("/continue_generation", json={})).status_code == 200
+    answers = [await http.post(path, json=body) for path, body in healing_calls(folder)]
+    assert {answer.status_code for answer in answers[-3:]} == {200}, answers[-3].text
 
 
 async def test_what_is_no_json_object_is_refused_by_every_route(http):

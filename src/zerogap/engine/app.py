@@ -38,6 +38,7 @@ def build_app(service: EngineService) -> FastAPI:
                 description=f"{route.reply} {route.ours}{route.absent}".strip(),
                 openapi_extra=_openapi_body(route),
             )
+    _document(app)
     app.add_exception_handler(ZerogapError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_gone)
@@ -83,10 +84,23 @@ def _check_type(request: Request) -> None:
         )
 
 
+_SCHEMAS = "#/components/schemas/{model}"
+
+
 def _openapi_body(route: Route) -> dict[str, Any]:
-    schema = route.body.model_json_schema(ref_template="#/components/schemas/{model}")
+    """Of a body read by hand, what FastAPI would say of one that it reads."""
+    schema = route.body.model_json_schema(ref_template=_SCHEMAS)
     schema.pop("$defs", None)
     return {"requestBody": {"required": route.body_required, "content": {"application/json": {"schema": schema}}}}
+
+
+def _document(app: FastAPI) -> None:
+    """Adds the models that the bodies refer to, once all routes are known."""
+    models: dict[str, Any] = {}
+    for route in ROUTES:
+        models |= route.body.model_json_schema(ref_template=_SCHEMAS).get("$defs", {})
+    page = app.openapi()
+    page.setdefault("components", {}).setdefault("schemas", {}).update(models)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
