@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 from typing import NamedTuple
 
 from zerogap.engine.kv_cache import BlockPool, extend_names
@@ -107,6 +108,21 @@ class Scheduler:
             if work[-1].samples:
                 leaders[self._identity(sequence)] = work[-1]
         return work
+
+    def reserve(self, sequences: ListLike[Sequence], steps: int) -> int:
+        """Blocks for up to `steps` new tokens of each planned sequence; the steps there is room for, at least 1."""
+        size = self.pool.block_size
+
+        def missing(sequence: Sequence, count: int) -> int:
+            count = min(count, sequence.params.max_new_tokens - sequence.num_output)
+            return max(0, -(-(sequence.num_computed - 1 + count) // size) - len(sequence.blocks))
+
+        while steps > 1 and sum(missing(s, steps) for s in sequences) > self.pool.num_available:
+            steps -= 1
+        for sequence in sequences:
+            for _ in range(missing(sequence, steps)):
+                sequence.blocks.append(self.pool.allocate())
+        return steps
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Takes sequences that have ended out of the engine; their blocks are free or findable."""

@@ -79,7 +79,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_MC: Tensor) -> Tensor:
         """fp32 logits [M, V] of final-normed hidden states."""
-        return linear(hidden_MC, self.head_weight, None, self.head_route, self.packed_head).float()
+        return self.model_logits(hidden_MC).float()
+
+    def model_logits(self, hidden_MC: Tensor) -> Tensor:
+        """The same logits in the model's own dtype, as they were rounded: what kernels read that work in fp32."""
+        return linear(hidden_MC, self.head_weight, None, self.head_route, self.packed_head)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Hugging Face name -> view into the parameters, in file order. Writing into a view loads the weight.

@@ -163,12 +163,13 @@ class _SplitHeads(torch.autograd.Function):
         programs = min(_BACKWARD_PROGRAMS, N)
         parts = torch.empty(programs, 2, D, dtype=torch.float32, device=qkv.device)
         normed = q_norm is not None
-        _split_backward[(programs, 2)](
-            qkv, gq.contiguous(), gk.contiguous(), gv.contiguous(), out, parts, q_norm if normed else qkv,
-            k_norm if normed else qkv, cos, sin, positions, N, ctx.eps, qkv.stride(0),
-            H=H, K=K, D=D, HEADS=triton.next_power_of_2(H), KV_HEADS=triton.next_power_of_2(K), NORM=normed,
-            num_warps=4,
-        )  # fmt: skip
+        for part, count in enumerate((H, K)):
+            _split_backward[(programs,)](
+                qkv, (gq, gk)[part].contiguous(), gv.contiguous(), out, parts,
+                (q_norm, k_norm)[part] if normed else qkv, cos, sin, positions, N, ctx.eps, qkv.stride(0),
+                COUNT=count, OFFSET=part * H * D, V_OFFSET=(H + K) * D, D=D, HEADS=triton.next_power_of_2(count),
+                PART=part, NORM=normed, num_warps=4,
+            )  # fmt: skip
         gqn = parts[:, 0].sum(0).to(q_norm.dtype) if normed else None
         gkn = parts[:, 1].sum(0).to(k_norm.dtype) if normed else None
         return out, gqn, gkn, None, None, None, None, None
@@ -198,74 +199,67 @@ def _split(
     position = tl.load(POSITIONS + n)
     cos, sin = tl.load(COS + position * half + f), tl.load(SIN + position * half + f)
     dtype: tl.constexpr = QKV.dtype.element_ty
+    source = QKV + n * stride_qkv + f[None, :]
     if tl.program_id(1) == 0:
-        h = tl.arange(0, HEADS)
-        source = QKV + n * stride_qkv + h[:, None] * D + f[None, :]
-        target = Q + n * H * D + h[:, None] * D + f[None, :]
-        inside = (h < H)[:, None]
-        norm = Q_NORM
+        _split_some(source, Q + n * H * D + f[None, :], Q_NORM, cos, sin, eps, H, HEADS, D, NORM, dtype)
     else:
-        h = tl.arange(0, KV_HEADS)
         slot = n
         if SLOTS:
             slot = tl.load(SLOTS_AT + n).to(tl.int64)
-        source = QKV + n * stride_qkv + H * D + h[:, None] * D + f[None, :]
-        target = KEYS + slot * stride_slot + h[:, None] * D + f[None, :]
-        inside = (h < K)[:, None]
-        norm = K_NORM
-        v = source + K * D
-        to = VALUES + slot * stride_slot + h[:, None] * D + f[None, :]
-        tl.store(to, tl.load(v, mask=inside), mask=inside)
-        tl.store(to + half, tl.load(v + half, mask=inside), mask=inside)
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        to = slot * stride_slot + f[None, :]
+        _split_some(source + H * D, KEYS + to, K_NORM, cos, sin, eps, K, KV_HEADS, D, NORM, dtype)
+        h = tl.arange(0, KV_HEADS)[:, None]
+        v = source + (H + K) * D + h * D
+        tl.store(VALUES + to + h * D, tl.load(v, mask=h < K), mask=h < K)
+        tl.store(VALUES + to + h * D + half, tl.load(v + half, mask=h < K), mask=h < K)
+
+
+@triton.jit
+def _split_some(
+    source, target, norm, cos, sin, eps,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """All query heads of a token, or all its key heads."""
+    half: tl.constexpr = D // 2
+    f = tl.arange(0, half)
+    h = tl.arange(0, HEADS)[:, None]
+    first = tl.load(source + h * D, mask=h < COUNT, other=0.0).to(tl.float32)
+    second = tl.load(source + h * D + half, mask=h < COUNT, other=0.0).to(tl.float32)
     w_first, w_second = cos, sin
     if NORM:
         w_first, w_second = tl.load(norm + f).to(tl.float32), tl.load(norm + half + f).to(tl.float32)
-    first, second = _norm_and_rotate(first, second, w_first, w_second, cos, sin, eps, D, NORM, dtype)
-    tl.store(target, first.to(dtype), mask=inside)
-    tl.store(target + half, second.to(dtype), mask=inside)
+    first, second = _norm_and_rotate(first, second, w_first, w_second, cos, sin, eps, D, NORM, DTYPE)
+    tl.store(target + h * D, first.to(DTYPE), mask=h < COUNT)
+    tl.store(target + h * D + half, second.to(DTYPE), mask=h < COUNT)
 
 
 @triton.jit
 def _split_backward(
-    QKV, GQ, GK, GV, OUT, PARTS, Q_NORM, K_NORM, COS, SIN, POSITIONS, N, eps, stride_qkv,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, NORM: tl.constexpr,
+    QKV, GRAD, GRAD_V, OUT, PARTS, W, COS, SIN, POSITIONS, N, eps, stride_qkv,
+    COUNT: tl.constexpr, OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    PART: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    program, programs, part = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    """Gradients of the query heads (PART 0), or of the key heads with the values' passed on (PART 1)."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
     half: tl.constexpr = D // 2
     f = tl.arange(0, half)
+    h = tl.arange(0, HEADS)[:, None]
+    inside = h < COUNT
     dtype: tl.constexpr = QKV.dtype.element_ty
     sum_first, sum_second = tl.zeros([half], tl.float32), tl.zeros([half], tl.float32)
     for i in range(program, N, programs):
         n = tl.cast(i, tl.int64)
         position = tl.load(POSITIONS + n)
-        cos, sin = tl.load(COS + position * half + f), tl.load(SIN + position * half + f)
-        if part == 0:
-            h = tl.arange(0, HEADS)
-            inside = (h < H)[:, None]
-            source = QKV + n * stride_qkv + h[:, None] * D + f[None, :]
-            grad = GQ + n * H * D + h[:, None] * D + f[None, :]
-            target = OUT + n * stride_qkv + h[:, None] * D + f[None, :]
-            norm = Q_NORM
-        else:
-            h = tl.arange(0, KV_HEADS)
-            inside = (h < K)[:, None]
-            source = QKV + n * stride_qkv + H * D + h[:, None] * D + f[None, :]
-            grad = GK + n * K * D + h[:, None] * D + f[None, :]
-            target = OUT + n * stride_qkv + H * D + h[:, None] * D + f[None, :]
-            norm = K_NORM
-            v = GV + n * K * D + h[:, None] * D + f[None, :]
-            tl.store(target + K * D, tl.load(v, mask=inside), mask=inside)
-            tl.store(target + K * D + half, tl.load(v + half, mask=inside), mask=inside)
-        g1 = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
-        g2 = tl.load(grad + half, mask=inside, other=0.0).to(tl.float32)
-        first_grad = g1 * cos[None, :] + g2 * sin[None, :]
-        second_grad = g2 * cos[None, :] - g1 * sin[None, :]
+        cos, sin = tl.load(COS + position * half + f)[None, :], tl.load(SIN + position * half + f)[None, :]
+        at = n * COUNT * D + h * D + f[None, :]
+        to = n * stride_qkv + OFFSET + h * D + f[None, :]
+        g1 = tl.load(GRAD + at, mask=inside, other=0.0).to(tl.float32)
+        g2 = tl.load(GRAD + at + half, mask=inside, other=0.0).to(tl.float32)
+        first_grad, second_grad = g1 * cos + g2 * sin, g2 * cos - g1 * sin
         if NORM:
-            first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-            w1, w2 = tl.load(norm + f).to(tl.float32), tl.load(norm + half + f).to(tl.float32)
+            first = tl.load(QKV + to, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(QKV + to + half, mask=inside, other=0.0).to(tl.float32)
+            w1, w2 = tl.load(W + f).to(tl.float32), tl.load(W + half + f).to(tl.float32)
             scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)
             hat1, hat2 = first * scale[:, None], second * scale[:, None]
             sum_first += tl.sum(tl.where(inside, first_grad * hat1, 0.0), 0)
@@ -274,10 +268,14 @@ def _split_backward(
             mean = (tl.sum(gw1 * hat1, 1) + tl.sum(gw2 * hat2, 1)) / D
             first_grad = scale[:, None] * (gw1 - hat1 * mean[:, None])
             second_grad = scale[:, None] * (gw2 - hat2 * mean[:, None])
-        tl.store(target, first_grad.to(dtype), mask=inside)
-        tl.store(target + half, second_grad.to(dtype), mask=inside)
-    tl.store(PARTS + (program * 2 + part) * D + f, sum_first)
-    tl.store(PARTS + (program * 2 + part) * D + half + f, sum_second)
+        tl.store(OUT + to, first_grad.to(dtype), mask=inside)
+        tl.store(OUT + to + half, second_grad.to(dtype), mask=inside)
+        if PART == 1:
+            v = n * stride_qkv + V_OFFSET + h * D + f[None, :]
+            tl.store(OUT + v, tl.load(GRAD_V + at, mask=inside), mask=inside)
+            tl.store(OUT + v + half, tl.load(GRAD_V + at + half, mask=inside), mask=inside)
+    tl.store(PARTS + (program * 2 + PART) * D + f, sum_first)
+    tl.store(PARTS + (program * 2 + PART) * D + half + f, sum_second)
 
 
 def swiglu(gate_up_NF: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""The only place where the training forward attends on a GPU: sequences packed end to end, our forward, flash backward.
+
+The backward need not be canonical, only deterministic: torch's flash kernel takes our output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerogap.numerics.gpu.attention import Segments, attend
+from zerogap.numerics.heads import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRuns:
+    """Whole sequences one behind the other: positions of all tokens, and where each sequence begins."""
+
+    positions_N: Tensor
+    first_B: Tensor
+    segments: Segments
+    longest: int
+
+    @staticmethod
+    def build(lengths: Sequence[int], device: torch.device) -> PackedRuns:
+        lengths_B = torch.tensor(lengths, dtype=torch.int32)
+        first_B = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        first_B[1:] = lengths_B.cumsum(0)
+        positions_N = torch.cat([torch.arange(n) for n in lengths])
+        first_B, lengths_B = first_B.to(device), lengths_B.to(device)
+        segments = Segments(first_B, lengths_B, max(lengths), own_from_B=first_B[:-1].contiguous())
+        return PackedRuns(positions_N.to(device), first_B, segments, max(lengths))
+
+
+def packed_attend(runs: PackedRuns, scale: float) -> Any:
+    """`attend` for `Decoder.forward` over the packed tokens, differentiable."""
+
+    def attend_packed(layer: int, projection: Projection) -> Tensor:
+        del layer
+        q_NHD, k_NKD, v_NKD = projection.split()
+        return _PackedAttention.apply(q_NHD, k_NKD, v_NKD, runs, scale).view(len(q_NHD), -1)
+
+    return attend_packed
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, runs: PackedRuns, scale: float) -> Tensor:
+        lse_HN = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        out = attend(q, k, v, runs.segments, scale, lse_HT=lse_HN)
+        ctx.save_for_backward(q, k, v, out, lse_HN)
+        ctx.runs, ctx.scale = runs, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse_HN = ctx.saved_tensors
+        runs = ctx.runs
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, k, v, out, lse_HN, runs.first_B, runs.first_B, runs.longest, runs.longest,
+            0.0, True, state, state, scale=ctx.scale,
+        )  # fmt: skip
+        return dq, dk, dv, None, None
