@@ -7,6 +7,9 @@ after each state, the engine is brought back to running and must generate what i
 from __future__ import annotations
 
 import asyncio
+import functools
+import heapq
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,7 @@ import httpx
 import pytest
 from support.fake_core import served
 from support.tiny import tiny_decoder, tiny_folder
-from unit.engine.test_state import at, split
+from unit.engine.test_state import at, reachable, split
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
@@ -126,23 +129,42 @@ def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
     ]
 
 
-def paths() -> Iterator[tuple[State, list[str]]]:
-    """Every reachable state with the shortest way there: calls of the table; `lost` is a bucket that fails."""
-    start = StateMachine().snapshot()
-    seen, todo = {tuple(start.values())}, [(start, [])]
-    moves = [c for c in CALLS if c not in ("begin_weight_update(no plan)", "weights_checker(reset_tensors)")]
-    while todo:
-        state, way = todo.pop(0)
-        yield state, way
-        for call in [c for c in moves if c in at(state).legal_calls()]:
-            machine = at(state)
-            name, tags = split(call)
-            failing = call == "update_weights_from_tensor"
-            (machine.failed if failing else machine.done)(name, tags=tags)
-            after = machine.snapshot()
-            if tuple(after.values()) not in seen:
-                seen.add(tuple(after.values()))
-                todo.append((after, [*way, "lost" if failing else call]))
+START = StateMachine().snapshot()
+PAUSED_START = START | {"generation": "paused"}
+_SLOW = 20
+"""What a call that measures memory costs, against one that does not."""
+
+
+def moves(state: State) -> Iterator[tuple[str, State, int]]:
+    """(call, the state after it, its cost) from here; `lost` is a bucket that fails."""
+    for call in at(state).legal_calls():
+        machine = at(state)
+        name, tags = split(call)
+        if call == "update_weights_from_tensor":
+            machine.failed(call)
+            yield "lost", machine.snapshot(), 1
+        elif call not in ("begin_weight_update(no plan)", "end_weight_update"):
+            machine.done(name, tags=tags)
+            yield call, machine.snapshot(), _SLOW if tags else 1
+
+
+@functools.cache
+def _way(start: tuple[str, ...], goal: tuple[str, ...]) -> list[str]:
+    tie = itertools.count()
+    seen, todo = set(), [(0, next(tie), start, [])]
+    while True:
+        cost, _, place, calls = heapq.heappop(todo)
+        if place == goal:
+            return calls
+        if place not in seen:
+            seen.add(place)
+            for call, after, more in moves(dict(zip(START, place, strict=True))):
+                heapq.heappush(todo, (cost + more, next(tie), tuple(after.values()), [*calls, call]))
+
+
+def way(start: State, goal: State) -> list[str]:
+    """The cheapest calls from one state to another. From an open session it leads over a bucket that fails."""
+    return _way(tuple(start.values()), tuple(goal.values()))
 
 
 class Sent(Exception): ...
@@ -169,18 +191,21 @@ class Engine:
             return await self.http.get(route.path, params=row.body)
         return await self.http.post(route.path, json=row.body if row.body is not None else {})
 
-    async def go(self, way: Sequence[str], work: str) -> None:
+    async def go(self, goal: State, work: str) -> None:
         """By calls that must all succeed; with a request that is running, held in place, or waiting."""
         if work in ("held", "live"):
             await self.http.post("/slow_down", json={"forward_sleep_time": 0.02 if work == "live" else 0})
             await self.request(running=True)
-        for call in way:
-            pausing = call == "pause_generation"
-            row = Row(call, {"mode": "in_place" if work == "held" else "retract"}) if pausing else self.row[call]
-            response = await self.send(row)
-            assert response.status_code == (400 if row.fails else 200), (way, call, response.text)
-            if pausing and work == "queued":
-                await self.request(running=False)
+        if work in ("held", "queued"):
+            await self.call(Row("pause_generation", {"mode": "in_place" if work == "held" else "retract"}))
+        if work == "queued" and not self.core.status()["num_waiting"]:
+            await self.request(running=False)
+        for call in way(self.now[0], goal):
+            await self.call(self.row[call])
+
+    async def call(self, row: Row) -> None:
+        response = await self.send(row)
+        assert response.status_code == (400 if row.fails else 200), (row, response.text)
 
     async def request(self, *, running: bool) -> None:
         body = {"input_ids": [1, 7], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
@@ -214,18 +239,19 @@ class Engine:
         self.tokens = self.tokens or tokens
         assert tokens == self.tokens
 
-    async def try_every_row(self, table: Sequence[Row], state: State, way: Sequence[str], work: str) -> None:
-        await self.go(way, work)
-        arrived = self.now
-        assert arrived[0] == state, (way, arrived)
+    async def try_every_row(self, table: Sequence[Row], state: State, work: str) -> None:
+        """In states that need no memory call to leave, the engine is brought back to running after every move."""
+        await self.go(state, work)
+        arrived, near = self.now, "released" not in state.values()
         for row in table:
             if work == "idle" and row.body in ({"mode": "abort"}, {"mode": "in_place"}):
                 continue  # the modes differ in what they do to requests
             where = f"{row} in {state}, work {work}"
             legal = await self.try_row(row, state, arrived, where)
             if self.now != arrived or (legal and row.before):
-                await self.come_back()
-                await self.go(way, work)
+                if near or work in ("held", "live"):
+                    await self.come_back()
+                await self.go(state, work)
                 assert self.now == arrived, where
         await self.come_back()
 
@@ -288,35 +314,33 @@ async def engine(tmp_path: Path) -> AsyncIterator[tuple[Engine, list[Row]]]:
     await sender.close()
 
 
-async def walk(engine: tuple[Engine, list[Row]], work: str, states: Sequence[tuple[State, list[str]]]) -> None:
+async def walk(engine: tuple[Engine, list[Row]], work: str, states: Sequence[State]) -> None:
     one, table = engine
     await one.come_back()
-    for state, way in states:
-        await one.try_every_row(table, state, way, work)
+    for state in states:
+        await one.try_every_row(table, state, work)
 
 
 async def test_every_call_in_every_state_of_an_idle_engine(engine):
-    states = list(paths())
+    states = reachable()
     assert len(states) == 2 * 5 * 2 * 2
     await walk(engine, "idle", states)
 
 
 async def test_every_call_in_every_paused_state_with_a_request_that_waits(engine):
     """Without those that differ in the graphs alone: a request that waits needs none."""
-    paused = [(state, way) for state, way in paths() if way[:1] == ["pause_generation"]]
-    states = [(state, way) for state, way in paused if state[GRAPH] == "resident"]
+    states = [state for state in reachable() if (state["generation"], state[GRAPH]) == ("paused", "resident")]
     assert len(states) == 5 * 2
     await walk(engine, "queued", states)
 
 
 async def test_every_call_while_a_request_is_held_in_place(engine):
-    ways = (["pause_generation"], ["pause_generation", "begin_weight_update"],
-            ["pause_generation", "begin_weight_update", "lost"])  # fmt: skip
-    await walk(engine, "held", [(state, way) for state, way in paths() if way in ways])
+    """Memory is refused while it holds KV, so only a session can move the weights."""
+    await walk(engine, "held", [PAUSED_START | {"weights": weights} for weights in ("ready", "updating", "failed")])
 
 
 async def test_every_call_while_a_request_runs(engine):
-    await walk(engine, "live", [(StateMachine().snapshot(), [])])
+    await walk(engine, "live", [START])
 
 
 def test_every_route_and_every_call_of_the_table_has_a_row(tmp_path):
