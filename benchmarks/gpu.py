@@ -143,7 +143,7 @@ def rows_agree() -> dict[str, Any]:
     place = torch.zeros(300, dtype=torch.int64, device=CUDA)
     tokens, logprobs = vocabulary.draw(logits, temperature, torch.arange(300, device=CUDA), place)
     z = logits.gather(1, tokens[:, None]).squeeze(1).float() / temperature
-    out["draw against log_sum_exp"] = int((z - vocabulary.log_sum_exp(logits, 0.7) != logprobs).sum())
+    out["draw against log_sum_exp"] = int((z - vocabulary.log_sum_exp(logits, 0.7)[0] != logprobs).sum())
     exact = torch.log_softmax(logits.double() / temperature[:, None].double(), -1).gather(1, tokens[:, None])
     out["largest error of a logprob"] = float((logprobs - exact.squeeze(1)).abs().max())
     return out
@@ -228,7 +228,7 @@ def scores(decoder: Decoder, part: list[Sequence], temperature: float) -> tuple[
     own = hidden[torch.tensor(source, device=CUDA)]
     head = decoder.head_weight, targets, temperature, decoder.head_route.gpu_product, 8192
     rolled = torch.tensor([p for s in part for p in s.logprobs], device=CUDA)
-    return vocabulary.TokenLogprobs.apply(own, *head), rolled
+    return vocabulary.TokenLogprobs.apply(own, *head)[0], rolled
 
 
 @torch.no_grad()

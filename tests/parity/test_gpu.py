@@ -67,7 +67,7 @@ def trained_scores(decoder: Decoder, sequences: list[Sequence], temperature: flo
         cursor += len(s.tokens)
     targets = torch.tensor([t for s in sequences for t in s.output_ids], device=CUDA)
     head = decoder.head_weight, targets, temperature, decoder.head_route.gpu_product, 1000
-    return vocabulary.TokenLogprobs.apply(hidden[torch.tensor(rows, device=CUDA)], *head).tolist()
+    return vocabulary.TokenLogprobs.apply(hidden[torch.tensor(rows, device=CUDA)], *head)[0].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_a_plain_model_in_double_precision():
     def ours(hidden, targets):
         return vocabulary.TokenLogprobs.apply(
             hidden, decoder.head_weight, targets, 1.0, decoder.head_route.gpu_product, 1000
-        )
+        )[0]
 
     loss(decoder(ids, runs.positions_N, packed_attend(runs, decoder.attention_scale)), ours).backward()
     from support.double_decoder import double_gradients  # noqa: PLC0415

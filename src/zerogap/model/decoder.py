@@ -62,6 +62,10 @@ class Decoder(nn.Module):
         self.register_buffer("sin_TF", sin.to(device), persistent=False)
 
     @property
+    def device(self) -> torch.device:
+        return self.cos_TF.device
+
+    @property
     def attention_scale(self) -> float:
         return self.config.head_dim**-0.5
 

@@ -45,8 +45,14 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_decoder(folder: Path, *, dtype: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Decoder:
+def load_decoder(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    allocate: Allocate | None = None,
+    device: torch.device | None = None,
+) -> Decoder:
     """A decoder with the folder's weights, cast to `dtype`; every name of the checkpoint is accounted for."""
-    decoder = Decoder(read_config(folder), dtype=dtype, allocate=allocate)
+    decoder = Decoder(read_config(folder), dtype=dtype, allocate=allocate, device=device)
     load_into(decoder.hf_tensors(), folder)
     return decoder

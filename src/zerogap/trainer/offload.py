@@ -1,16 +1,18 @@
 """The only place that gives the trainer's memory back between its turns, and keeps it at hand within one.
 
 On a CPU there is no second tier: weights, masters and moments stay in RAM. What goes back to the system are gradients
-and the pages that the allocator holds without using them.
+and the pages that the allocator holds without using them. On a GPU masters and moments wait in pinned host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
+import torch
+from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # glibc's malloc.h
 _NEVER = -1
@@ -48,6 +50,41 @@ def give_back(drop_gradients: Callable[[], int]) -> OffloadReport:
         trim(ctypes.c_size_t(0))
     after = process.memory_info().rss
     return OffloadReport(gradient_bytes, max(0, before - after), after)
+
+
+class ParkedTensors:
+    """Tensors of a GPU whose bytes wait in pinned host memory. Their addresses may change, the tensors do not."""
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[Tensor, Tensor]] = []
+        self._host: list[Tensor] = []
+
+    def park(self, drop_gradients: Callable[[], int], tensors: Sequence[Tensor]) -> OffloadReport:
+        """Drops gradients, moves the tensors out and measures what the driver counts as free afterwards.
+
+        `tensors` come in the same order each time; later ones may join.
+        """
+        torch.cuda.synchronize()
+        before, total = torch.cuda.mem_get_info()
+        gradient_bytes = drop_gradients()
+        for tensor in tensors[len(self._host) :]:  # pinned once: taking pinned memory is slow, holding it is not
+            self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        for tensor, host in zip(tensors, self._host, strict=True):
+            host.copy_(tensor, non_blocking=True)
+            self._parked.append((tensor, host))
+        torch.cuda.synchronize()
+        for tensor, _ in self._parked:
+            tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        return OffloadReport(gradient_bytes, max(0, free - before), total - free)
+
+    def restore(self) -> None:
+        for tensor, host in self._parked:
+            tensor.untyped_storage().resize_(host.nbytes)
+            tensor.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        self._parked.clear()
 
 
 def _libc(function: str) -> Callable[..., int] | None:

@@ -78,6 +78,12 @@ class MasterAdamW:
             if parameter is not self._masters[name]:
                 parameter.copy_(self._masters[name])
 
+    def held(self) -> list[Tensor]:
+        """What only a step needs: masters that are copies, and the moments."""
+        masters = [m.detach() for n, m in self._masters.items() if m is not self._parameters[n]]
+        moments = [t for state in self._adamw.state.values() for k, t in state.items() if k != "step"]
+        return masters + moments
+
     def state(self) -> dict[str, Tensor]:
         """`<kind>/<parameter>` -> tensor: masters that are copies, and the moments once a step was made."""
         out = {f"{_MASTER}/{n}": m.detach() for n, m in self._masters.items() if m is not self._parameters[n]}
@@ -94,7 +100,8 @@ class MasterAdamW:
             if f"{_MASTER}/{name}" in state:
                 master.copy_(state[f"{_MASTER}/{name}"])
                 self._parameters[name].copy_(master)
-            moments = {kind: state[f"{kind}/{name}"].clone() for kind in _MOMENTS if f"{kind}/{name}" in state}
+            found = {kind: state[f"{kind}/{name}"] for kind in _MOMENTS if f"{kind}/{name}" in state}
+            moments = {kind: tensor.to(master.device, copy=True) for kind, tensor in found.items()}
             self._adamw.state[master] = moments
 
     def _check(self, state: Mapping[str, Tensor]) -> None:

@@ -18,14 +18,13 @@ from zerogap import metrics
 from zerogap.config.schema import TrainerSettings
 from zerogap.errors import NonFiniteLoss
 from zerogap.model.decoder import Decoder
-from zerogap.numerics.attention import tree_attend
-from zerogap.numerics.logprob import entropies, full_logprobs, of_tokens
 from zerogap.trainer.losses.kl import kl_terms
 from zerogap.trainer.losses.policy import clipped_policy_terms, token_weights
-from zerogap.trainer.offload import OffloadReport, give_back, keep_freed_pages
+from zerogap.trainer.offload import OffloadReport, ParkedTensors, give_back, keep_freed_pages
 from zerogap.trainer.optim import MasterAdamW, learning_rate
 from zerogap.trainer.packing import PackedGroups, pack_groups
 from zerogap.trainer.parity import GapMeter, spread_choice
+from zerogap.trainer.scoring import score
 from zerogap.types import PromptGroup, Sample, SampleBatch
 
 Chosen = tuple[PromptGroup, list[Sample], list[float]]
@@ -68,6 +67,7 @@ class Trainer:
         self.decoder, self.settings = decoder, settings
         self.num_steps, self.max_new_tokens, self.on_gap = num_steps, max_new_tokens, on_gap
         self.optimizer = MasterAdamW(decoder.named_parameters(), settings)
+        self._parked = ParkedTensors()
         self._reference = (reference or _frozen_copy(decoder)) if settings.kl_weight else None
 
     def train_step(self, batch: SampleBatch) -> TrainStats:
@@ -80,7 +80,7 @@ class Trainer:
         lengths = [len(s.response_ids) for _, samples, _ in trained for s in samples]
         weights = iter(token_weights(lengths, self.settings.loss_normaliser, max_new_tokens=self.max_new_tokens))
         for chosen in self._micro_batches(trained):
-            packed = _pack(chosen)
+            packed = self._pack(chosen)
             advantage_M = _per_token([a for _, _, row in chosen for a in row], packed)
             weight_M = _per_token([next(weights) for _ in packed.samples], packed)
             self._accumulate(packed, batch.temperature, advantage_M, weight_M, meter, sums)
@@ -93,19 +93,20 @@ class Trainer:
 
     def onload(self) -> None:
         """Begins the trainer's turn on a shared device. On a CPU its weights and moments never left."""
-        keep_freed_pages()
+        if self.decoder.device.type == "cuda":
+            self._parked.restore()
+        else:
+            keep_freed_pages()
 
     def offload(self) -> OffloadReport:
-        """Ends the turn: gradients and unused pages go back to the system."""
+        """Ends the turn: gradients and unused memory go back; on a GPU masters and moments too, all but the weights."""
+        if self.decoder.device.type == "cuda":
+            return self._parked.park(self.optimizer.drop_gradients, self.optimizer.held())
         return give_back(self.optimizer.drop_gradients)
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """What a refit sends: Hugging Face names and views of the current weights."""
         return self.decoder.hf_tensors()
-
-    def scores(self, packed: PackedGroups, temperature: float) -> Tensor:
-        """The trainer's logprob of every response token, differentiable where gradients are on."""
-        return of_tokens(_full_logprobs(self.decoder, packed, temperature), packed.targets_M)
 
     def _score(self, untrained: Sequence[Chosen], batch: SampleBatch, meter: GapMeter) -> None:
         flat = [(g, s) for g, samples, _ in untrained for s in samples]
@@ -115,8 +116,11 @@ class Trainer:
             scored.setdefault(id(group), (group, [], []))[1].append(sample)
         with torch.no_grad():
             for chosen in self._micro_batches(list(scored.values())):
-                packed = _pack(chosen)
-                meter.add(packed, self.scores(packed, batch.temperature))
+                packed = self._pack(chosen)
+                meter.add(packed, score(self.decoder, packed, batch.temperature).logprobs_M)
+
+    def _pack(self, chosen: Sequence[Chosen]) -> PackedGroups:
+        return pack_groups([(group, samples) for group, samples, _ in chosen], self.decoder.device)
 
     def _micro_batches(self, chosen: Sequence[Chosen]) -> Iterator[Sequence[Chosen]]:
         size = self.settings.micro_batch_groups
@@ -132,8 +136,7 @@ class Trainer:
         meter: GapMeter,
         sums: _Sums,
     ) -> None:
-        logprobs_MV = _full_logprobs(self.decoder, packed, temperature)
-        new_M = of_tokens(logprobs_MV, packed.targets_M)
+        new_M, entropy = score(self.decoder, packed, temperature)
         meter.add(packed, new_M.detach())
         s = self.settings
         terms = clipped_policy_terms(
@@ -144,8 +147,7 @@ class Trainer:
             kl_loss = (kl_terms(new_M, self._reference_scores(packed, temperature), s.kl_kind) * weight_M).sum()
             loss = policy_loss + s.kl_weight * kl_loss
             sums.kl_loss += kl_loss.item()
-        with torch.no_grad():
-            sums.entropy += entropies(logprobs_MV).double().sum().item()
+        sums.entropy += entropy
         loss.backward()
         self.optimizer.collect_gradients()
         sums.policy_loss += policy_loss.item()
@@ -158,7 +160,7 @@ class Trainer:
     @torch.no_grad()
     def _reference_scores(self, packed: PackedGroups, temperature: float) -> Tensor:
         assert self._reference is not None
-        return of_tokens(_full_logprobs(self._reference, packed, temperature), packed.targets_M)
+        return score(self._reference, packed, temperature).logprobs_M
 
     def _update(self, step: int, rate: float, sums: _Sums) -> float:
         """The gradient's norm. Nothing has changed if it raises."""
@@ -191,23 +193,12 @@ class Trainer:
         }
 
 
-def _full_logprobs(decoder: Decoder, packed: PackedGroups, temperature: float) -> Tensor:
-    """Log-probabilities over the vocabulary at every scored position; only those rows reach the head."""
-    attend = tree_attend(packed.plan, decoder.attention_scale)
-    hidden_NC = decoder(packed.ids_N, packed.plan.positions_N, attend)
-    return full_logprobs(decoder.logits(hidden_NC.index_select(0, packed.source_rows_M)), temperature)
-
-
 def _frozen_copy(decoder: Decoder) -> Decoder:
-    copy = Decoder(decoder.config, dtype=decoder.dtype)
+    copy = Decoder(decoder.config, dtype=decoder.dtype, device=decoder.device)
     own = decoder.hf_tensors()
     for name, view in copy.hf_tensors().items():
         view.copy_(own[name])
     return copy
-
-
-def _pack(chosen: Sequence[Chosen]) -> PackedGroups:
-    return pack_groups([(group, samples) for group, samples, _ in chosen])
 
 
 def _split(batch: SampleBatch, *, keep_all: bool) -> tuple[list[Chosen], list[Chosen]]:
@@ -229,4 +220,6 @@ def _split(batch: SampleBatch, *, keep_all: bool) -> tuple[list[Chosen], list[Ch
 
 
 def _per_token(values: Sequence[float], packed: PackedGroups) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(packed.lengths))
+    device = packed.ids_N.device
+    lengths = torch.tensor(packed.lengths, device=device)
+    return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(lengths)

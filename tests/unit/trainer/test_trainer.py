@@ -21,6 +21,7 @@ from zerogap.trainer.optim import learning_rate
 from zerogap.trainer.packing import pack_groups
 from zerogap.trainer.parity import GapMeter, spread_choice
 from zerogap.trainer.publish import published_weights
+from zerogap.trainer.scoring import score
 from zerogap.trainer.trainer import Trainer
 from zerogap.types import FinishReason, Prompt, PromptGroup, Sample
 
@@ -173,7 +174,12 @@ def test_the_kl_term_alone_pulls_back_to_the_reference(kind):
         packed = pack_groups([(g, g.samples) for g in groups])
         probe = Trainer(reference, TrainerSettings(), num_steps=1, max_new_tokens=16)
         with torch.no_grad():
-            return (trainer.scores(packed, 1.0) - probe.scores(packed, 1.0)).abs().mean().item()
+            return (
+                (score(trainer.decoder, packed, 1.0).logprobs_M - score(probe.decoder, packed, 1.0).logprobs_M)
+                .abs()
+                .mean()
+                .item()
+            )
 
     before = distance()
     for step in range(2, 8):

@@ -40,20 +40,21 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: T
     return token_B, logprob_B
 
 
-def log_sum_exp(logits_MV: Tensor, temperature: float) -> Tensor:
-    """fp32, per row, of logits / temperature: the same bits as in `draw`."""
+def log_sum_exp(logits_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Per row of logits / temperature, fp32: the log of the sum (the same bits as in `draw`), and the entropy."""
     M, V = logits_MV.shape
     device, blocks = logits_MV.device, triton.cdiv(V, VOCAB_BLOCK)
     best = torch.empty(M, blocks, dtype=torch.float32, device=device)
-    total = torch.empty_like(best)
+    total, moment = torch.empty_like(best), torch.empty_like(best)
     temperature_M = torch.full((M,), temperature, dtype=torch.float32, device=device)
     _reduce[(M, blocks)](
-        logits_MV, temperature_M, best, best, best, total, best, best, best, V, logits_MV.stride(0), blocks,
+        logits_MV, temperature_M, best, best, best, total, moment, best, best, V, logits_MV.stride(0), blocks,
         BLOCK=VOCAB_BLOCK, DRAW=False, num_warps=_WARPS,
     )  # fmt: skip
     lse_M = torch.empty(M, dtype=torch.float32, device=device)
-    _merge[(M,)](best, total, lse_M, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
-    return lse_M
+    entropy_M = torch.empty_like(lse_M)
+    _merge[(M,)](best, total, moment, lse_M, entropy_M, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
+    return lse_M, entropy_M
 
 
 @triton.jit
@@ -71,7 +72,10 @@ def _reduce(
     safe = tl.where(best == float("-inf"), 0.0, best)
     at = row * blocks + block
     tl.store(BEST + at, best)
-    tl.store(TOTAL + at, tl.sum(tl.exp(z - safe), 0))
+    weight = tl.exp(z - safe)
+    tl.store(TOTAL + at, tl.sum(weight, 0))
+    if not DRAW:
+        tl.store(VALUE + at, tl.sum(tl.where(weight > 0.0, weight * z, 0.0), 0))
     if DRAW:
         seed, position = tl.load(SEED + row), tl.load(POSITION + row)
         # Position and token id side by side: no two draws of a response share a number.
@@ -95,9 +99,15 @@ def _log_sum_exp(BEST, TOTAL, row, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _merge(BEST, TOTAL, LSE, blocks, BLOCKS: tl.constexpr):
+def _merge(BEST, TOTAL, MOMENT, LSE, ENTROPY, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    tl.store(LSE + row, _log_sum_exp(BEST, TOTAL, row, blocks, BLOCKS))
+    lse = _log_sum_exp(BEST, TOTAL, row, blocks, BLOCKS)
+    tl.store(LSE + row, lse)
+    j = tl.arange(0, BLOCKS)
+    best = tl.load(BEST + row * blocks + j, mask=j < blocks, other=float("-inf"))
+    moment = tl.load(MOMENT + row * blocks + j, mask=j < blocks, other=0.0)
+    mean = tl.sum(tl.where(best == float("-inf"), 0.0, moment * tl.exp(best - lse)), 0)
+    tl.store(ENTROPY + row, lse - mean)
 
 
 @triton.jit
@@ -113,31 +123,32 @@ def _choose(BEST, TOTAL, VALUE, INDEX, LOGIT, TOKEN, LOGPROB, blocks, BLOCKS: tl
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probability of one token per row straight from hidden states: the head runs in chunks of rows, so no logits
-    of the whole batch are ever held. The backward makes each chunk's logits again.
+    """Log-probability of one token per row, and the entropy of each row, straight from hidden states: the head runs in
+    chunks of rows, so no logits of the whole batch are ever held. The backward makes each chunk's logits again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_MC: Tensor, weight_VC: Tensor, targets_M: Tensor, temperature: float, product: Any, chunk: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         M = hidden_MC.shape[0]
         out_M = torch.empty(M, dtype=torch.float32, device=hidden_MC.device)
-        lse_M = torch.empty_like(out_M)
+        lse_M, entropy_M = torch.empty_like(out_M), torch.empty_like(out_M)
         for start in range(0, M, chunk):
             rows = slice(start, min(start + chunk, M))
             logits = product(hidden_MC[rows], weight_VC)
-            lse_M[rows] = log_sum_exp(logits, temperature)
+            lse_M[rows], entropy_M[rows] = log_sum_exp(logits, temperature)
             picked = logits.gather(1, targets_M[rows, None]).squeeze(1).float()
             out_M[rows] = (picked / torch.full_like(picked, temperature)) - lse_M[rows]
         ctx.save_for_backward(hidden_MC, weight_VC, targets_M, lse_M)
         ctx.temperature, ctx.product, ctx.chunk = temperature, product, chunk
-        return out_M
+        ctx.mark_non_differentiable(entropy_M)
+        return out_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MC, weight_VC, targets_M, lse_M = ctx.saved_tensors
-        (grad_M,) = grads
+        grad_M = grads[0]
         M, V = hidden_MC.shape[0], weight_VC.shape[0]
         grad_hidden = torch.empty_like(hidden_MC)
         grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
