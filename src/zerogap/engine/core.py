@@ -113,22 +113,9 @@ class EngineCore:
         if self.failure is not None:
             raise self.failure
         self.machine.admit()
-        self._check_ids(request)
+        request.check_ids(self.vocab_size, self.max_context)
         self.runner.scheduler.check(request.rid, len(request.input_ids), request.params.max_new_tokens)
         self._order(lambda: self._add(request, sink))
-
-    def _check_ids(self, request: GenerateRequest) -> None:
-        """One index outside of a table would fail the step, and with it everybody's requests."""
-        longest = len(request.input_ids) + request.params.max_new_tokens
-        ids = (*request.input_ids, *request.logprobs.token_ids, *request.params.logit_bias)
-        outside = next((t for t in ids if not 0 <= t < self.vocab_size), None)
-        if outside is not None or longest > self.max_context:
-            what = f"{longest} tokens" if outside is None else f"token id {outside}"
-            raise ConfigError(
-                f"request {request.rid}: {what} in an engine with {self.vocab_size} token ids and room for "
-                f"{self.max_context} tokens",
-                remedy="encode the prompt with this model's tokenizer; shorten it, or lower max_new_tokens",
-            )
 
     def control(self, name: str, /, **arguments: Any) -> concurrent.futures.Future[dict[str, Any]]:
         """Carries out a call of the wire, named as there, between two steps. The future holds its reply or its error.
@@ -412,10 +399,11 @@ class EngineCore:
         return {"values": self.weights.values(name, truncate_size)}
 
     def _do_weights_checker(self, action: str) -> dict[str, Any]:
+        started = time.monotonic()
         reply = self._guarded(f"weights_checker({action})", lambda: self.weights.check(action))
         if action == "reset_tensors":
             self.runner.weights_changed()
-        return reply
+        return reply | {"seconds": time.monotonic() - started}
 
     def _do_slow_down(self, seconds: float) -> dict[str, Any]:
         self._sleep_seconds = seconds

@@ -91,6 +91,18 @@ class GenerateRequest:
     logprobs: LogprobOptions = NO_OPTIONS
     namespace: str = ""
 
+    def check_ids(self, vocab_size: int, max_context: int) -> None:
+        """One index outside of a table would fail the step, and with it everybody's requests."""
+        longest = len(self.input_ids) + self.params.max_new_tokens
+        ids = (*self.input_ids, *self.logprobs.token_ids, *self.params.logit_bias)
+        outside = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if outside is not None or longest > max_context:
+            what = f"{longest} tokens" if outside is None else f"token id {outside}"
+            raise ConfigError(
+                f"request {self.rid}: {what} in an engine with {vocab_size} token ids and room for {max_context} tokens",
+                remedy="encode the prompt with this model's tokenizer; shorten it, or lower max_new_tokens",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:

@@ -232,7 +232,8 @@ ROUTES: tuple[Route, ...] = (
         (GET, POST),
         "`{success, message, ranks, per_engine_checksum}`",
         messages.CheckerBody,
-        ours="`manifest` lists name, dtype and shape of every weight. Checksums are xxh3-128 in hex.",
+        ours="`manifest` lists name, dtype and shape of every weight; `seconds` is what the check took. Checksums are "
+        "xxh3-128 in hex.",
     ),
     Route(
         "ready",

@@ -1,0 +1,32 @@
+"""The checker finds one flipped byte in any weight, wherever the engine keeps it, and says what the check cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cores import control, running_core
+from support.tiny import TINY_QWEN2, TINY_UNTIED, tiny_folder
+
+from zerogap.errors import EngineRejected
+
+FUSED = [f"model.layers.1.{part}" for part in (
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_proj.bias",
+    "self_attn.o_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "input_layernorm.weight")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [(TINY_QWEN2, [*FUSED, "model.embed_tokens.weight", "model.norm.weight"]), (TINY_UNTIED, ["lm_head.weight"])],
+    ids=["tied", "untied"],
+)
+def test_one_flipped_byte_is_named(tmp_path, config, names):
+    """C24: parts of fused weights, a tied head (the embedding), a head of its own, biases, norms."""
+    with running_core(tiny_folder(tmp_path / "model", config)) as core:
+        assert set(names) <= set(core.weights.tensors)
+        for name in names:
+            reply = control(core, "weights_checker", action="snapshot")
+            assert reply["seconds"] >= 0
+            core.weights.tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+            with pytest.raises(EngineRejected, match=rf"^1 weights differ from the snapshot: {name}\n"):
+                control(core, "weights_checker", action="compare")
