@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ NO_JSON_OBJECTS = [
     b"\xc3\x28", b'{"a": "\xff"}', b"\xef\xbb\xbf{}", '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"),
     b'{"a": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"a":' * 50_000, b"a=1&b=2", b"<a/>", b"\x00" * 64,
     b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+]  # fmt: skip
+NO_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01", b"\x00" * 1000, b"GET\r\n\r\n", b"POST /generate HTTP/9.9\r\n\r\n", b"\r\n" * 50,
+    b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"POST /generate HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
 ]  # fmt: skip
 NASTY: list[Any] = [
     None, True, False, 0, -1, 1, 1.0, 1.5, -0.0, 1e308, 5e-324, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400,
@@ -191,6 +197,29 @@ async def test_a_client_that_goes_away_inside_of_its_body_leaves_no_trace(http, 
                 await reader.read()
     assert (await http.get("/health")).status_code == 200
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("query", ["/flush_cache?timeout=", "/v1/loads?dp_rank=", "/parallelism_config?rank="])
+async def test_a_query_that_is_no_number_in_bounds_is_refused(http, query):
+    for value in ("", "x", "nan", "inf", "-1", "1e999", "1e308", "%00", "%ff", "%F0%9F%92%A5", "9" * 5000, "1&timeout"):
+        response = await http.get(query + value)
+        known = (400,) if value != "1&timeout" else (200, 400)
+        assert response.status_code in known and fault_of(response) is None, (value, response.text)
+
+
+async def test_bytes_that_are_no_http_end_their_connection_and_nothing_else(http):
+    url = httpx.URL(str(http.base_url))
+    for sent in NO_HTTP:
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        with suppress(ConnectionError):
+            writer.write(sent)
+            await writer.drain()
+            writer.write_eof()
+            async with asyncio.timeout(5):
+                answer = await reader.read()
+            assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:80]
+        writer.close()
+    assert (await http.get("/health")).status_code == 200
 
 
 def damage(folder: Path, kind: str) -> None:

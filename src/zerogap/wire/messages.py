@@ -21,6 +21,7 @@ MAX_REGEX_BYTES = 256
 MAX_BIAS = 1e30
 """Above it a bias divided by a small temperature is no number in fp32."""
 MAX_SAMPLES_PER_PROMPT = 4096
+MAX_FLUSH_WAIT_SECONDS = 3600.0
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -231,7 +232,7 @@ class ContinueBody(Body):
 
 
 class FlushQuery(Body):
-    timeout: Annotated[float, Field(ge=0, strict=False)] = 0.0
+    timeout: Annotated[float, Field(ge=0, le=MAX_FLUSH_WAIT_SECONDS, strict=False)] = 0.0
 
 
 class MemoryBody(Body):
