@@ -181,7 +181,9 @@ class EngineClient:
     async def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         """A stock engine dies of a release while it is not idle, and is flushed first: that is refused then."""
         if await self._is_stock():
-            stock.check_release(await self._json("server_info"), f"{self.name} at {self.base_url}")
+            fault = stock.release_fault(await self._json("server_info"), f"{self.name} at {self.base_url}")
+            if fault is not None:
+                raise fault
             await self.flush_cache()
         body = {"tags": None if tags is None else list(tags)}
         return codec.read_memory(await self._json("release_memory_occupation", body), "freed")
@@ -244,12 +246,9 @@ class EngineClient:
 
     async def _check(self, body: GenerateBody) -> None:
         """Asks which engine it is only for a request that not every engine understands."""
-        where = f"{self.name} at {self.base_url}"
-        try:
-            stock.check_request(body, where)
-        except ConfigError:
-            if await self._is_stock():
-                raise
+        fault = stock.request_fault(body, f"{self.name} at {self.base_url}")
+        if fault is not None and await self._is_stock():
+            raise fault
 
     # --- one call
 

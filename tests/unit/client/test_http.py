@@ -92,6 +92,21 @@ async def test_a_call_that_may_arrive_twice_is_sent_again_within_a_budget():
     assert always.calls == 3 and time.monotonic() - start < 1.5
 
 
+async def test_callers_of_a_dead_engine_do_not_return_all_at_once(monkeypatch: pytest.MonkeyPatch):
+    paused: list[float] = []
+
+    async def note(seconds: float) -> None:
+        paused.append(seconds)
+
+    monkeypatch.setattr("zerogap.client.http.asyncio.sleep", note)
+    for _ in range(4):
+        with pytest.raises(EngineUnreachable):
+            await client_of(Script(httpx.ConnectError("refused"))).pause_generation()
+    first, second = paused[::2], paused[1::2]
+    assert len(set(first)) == len(set(second)) == 4
+    assert max(first) <= 0.15 and 0.15 <= min(second) <= max(second) <= 0.45
+
+
 @pytest.mark.parametrize(
     "call",
     [
