@@ -120,5 +120,6 @@ def from_wire(body: dict[str, Any]) -> ZerogapError:
     """The inverse of `to_wire`. An unknown code (a newer peer) becomes `EngineRejected` and keeps its text."""
     by_code = {cls.__name__: cls for cls in tree()}
     cls = by_code.get(str(body.get("code")), EngineRejected)
-    details = body.get("details") or {}
+    given = body.get("details")
+    details = {k: v for k, v in given.items() if k not in ("what", "remedy")} if isinstance(given, dict) else {}
     return cls(str(body.get("what", body)), remedy=str(body.get("remedy", "see the engine's log")), **details)

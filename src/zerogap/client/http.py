@@ -115,11 +115,7 @@ class EngineClient:
             async for line in self._lines(response, route, give_up, seconds):
                 done = line == codec.DONE
                 if not done:
-                    data = json.loads(line)
-                    if "error" in data:
-                        status = data["error"].get("code", 500)
-                        raise codec.read_error(status, line.encode(), self._where(route), call=route.name)
-                    yield data.get("index", 0), codec.read_reply(data)
+                    yield self._read_event(route, line)
         finally:
             await response.aclose()
         if not done:
@@ -181,7 +177,7 @@ class EngineClient:
     async def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         """A stock engine dies of a release while it is not idle, and is flushed first: that is refused then."""
         if await self._is_stock():
-            fault = stock.release_fault(await self._json("server_info"), f"{self.name} at {self.base_url}")
+            fault = stock.release_fault((await self.server_info()).raw, f"{self.name} at {self.base_url}")
             if fault is not None:
                 raise fault
             await self.flush_cache()
@@ -304,6 +300,19 @@ class EngineClient:
             raise self._too_late(route, seconds) from error
         except httpx.TransportError as error:
             raise self._lost(route, error) from error
+
+    def _read_event(self, route: Route, line: str) -> tuple[int, GenerateReply]:
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._no_engine(route.name, line[:80]) from error
+        if not isinstance(data, dict):
+            raise self._no_engine(route.name, line[:80])
+        if "error" in data:
+            code = data["error"].get("code") if isinstance(data["error"], dict) else None
+            status = code if isinstance(code, int) else 500
+            raise codec.read_error(status, line.encode(), self._where(route), call=route.name)
+        return data.get("index", 0), codec.read_reply(data)
 
     async def _lines(
         self, response: httpx.Response, route: Route, give_up: float, seconds: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zerogap.errors import ConfigError, MemoryReleaseError
@@ -26,7 +27,7 @@ def request_fault(body: GenerateBody, where: str) -> ConfigError | None:
     return None
 
 
-def release_fault(server_info: dict[str, Any], where: str) -> MemoryReleaseError | None:
+def release_fault(server_info: Mapping[str, Any], where: str) -> MemoryReleaseError | None:
     """The error of a release that would answer 200 and free nothing, else None."""
     if server_info.get("enable_memory_saver"):
         return None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -235,9 +236,20 @@ def read_version(value: Any) -> int:
         return 0
     try:
         return int(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolMismatch(
             f"weight version {value!r} is no integer", remedy="let one trainer set the engine's versions, as integers"
+        ) from error
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """What comes from outside may have any form: another one than ours is a ProtocolMismatch."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ProtocolMismatch(
+            f"{what} could not be read: {error!r}", remedy="check that the url is a rollout engine's"
         ) from error
 
 
@@ -246,7 +258,7 @@ def read_reply(data: Mapping[str, Any]) -> GenerateReply:
 
     Raises ProtocolMismatch, or what SGLang reports as an end although it is a failure.
     """
-    try:
+    with _reading("a reply of /generate"):
         meta = data["meta_info"]
         ids = tuple(data.get("output_ids") or ())
         entries = meta.get("output_token_logprobs") or () if ids else ()
@@ -267,10 +279,6 @@ def read_reply(data: Mapping[str, Any]) -> GenerateReply:
             input_ids=tuple([entry[1] for entry in prompt]),
             input_logprobs=tuple([entry[0] for entry in prompt]),
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ProtocolMismatch(
-            f"a reply of /generate could not be read: {error!r}", remedy="check that the url is a rollout engine's"
-        ) from error
 
 
 def _check_end(rid: str, reason: Mapping[str, Any] | None) -> None:
@@ -295,7 +303,8 @@ def _versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
         return (read_version(meta.get("weight_version", "default")),) * count
     versions: list[int] = []
     for span in spans:
-        versions += [read_version(span["version"])] * (span["end"] - span["start"])
+        missing = count + 1 - len(versions)  # one too many is as wrong as a million
+        versions += [read_version(span["version"])] * min(span["end"] - span["start"], missing)
     cut = (meta.get("finish_reason") or {}).get("message") == "Abort in waiting queue"
     return tuple(versions[:count] if cut else versions)  # SGLang loses the last tokens of such a response
 
@@ -304,27 +313,29 @@ def read_memory(data: Any, verb: str) -> MemoryReport:
     """Of a release (`freed`) or a resume (`resumed`). SGLang says nothing (`null`): an empty report."""
     if data is None:
         return MemoryReport(tags={}, rss_bytes=0, seconds=0.0)
-    tags = {tag: TagBytes(b["claimed_bytes"], b[f"{verb}_bytes"]) for tag, b in data["tags"].items()}
-    return MemoryReport(tags=tags, rss_bytes=data["rss_bytes"], seconds=data["seconds"])
+    with _reading("a report of memory"):
+        tags = {tag: TagBytes(b["claimed_bytes"], b[f"{verb}_bytes"]) for tag, b in data["tags"].items()}
+        return MemoryReport(tags=tags, rss_bytes=data["rss_bytes"], seconds=data["seconds"])
 
 
 def read_server_info(data: Mapping[str, Any], name: str) -> ServerInfo:
     """Of our engine, or of SGLang, which states neither manifest nor fingerprint."""
-    ours = data.get("zerogap") or {}
-    states = data.get("internal_states") or [{}]
-    return ServerInfo(
-        engine=ours.get("engine", name),
-        pid=ours.get("pid", 0),
-        model_path=data.get("model_path", ""),
-        dtype=ours.get("dtype", data.get("dtype", "")),
-        weight_version=read_version(ours.get("weight_version", states[0].get("weight_version", "default"))),
-        state=ours.get("state", "unknown"),
-        manifest_digest=ours.get("manifest_digest"),
-        fingerprint=ours.get("fingerprint"),
-        memory=ours.get("memory", {}),
-        rss_bytes=ours.get("rss_bytes", 0),
-        raw=data,
-    )
+    with _reading("a reply of /server_info"):
+        ours = data.get("zerogap") or {}
+        states = data.get("internal_states") or [{}]
+        return ServerInfo(
+            engine=ours.get("engine", name),
+            pid=ours.get("pid", 0),
+            model_path=data.get("model_path", ""),
+            dtype=ours.get("dtype", data.get("dtype", "")),
+            weight_version=read_version(ours.get("weight_version", states[0].get("weight_version", "default"))),
+            state=ours.get("state", "unknown"),
+            manifest_digest=ours.get("manifest_digest"),
+            fingerprint=ours.get("fingerprint"),
+            memory=ours.get("memory", {}),
+            rss_bytes=ours.get("rss_bytes", 0),
+            raw=data,
+        )
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
