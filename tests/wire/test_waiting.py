@@ -232,8 +232,41 @@ async def test_an_engine_that_may_not_work_is_healthy_however_long_it_holds_requ
         assert (await waiting).status_code == 200
 
 
+@pytest.mark.parametrize("engine", [{"step_seconds": 0.05}], indirect=True)
+async def test_a_probe_that_is_caught_by_a_pause_finds_no_fault(engine, monkeypatch):
+    """E2: a router that asks while a refit begins must not give the engine up."""
+    monkeypatch.setattr("zerogap.engine.info.HEALTH_GENERATE_SECONDS", 0.2)
+    probe = asyncio.create_task(engine.http.get("/health_generate"))
+    await until(lambda: engine.core.live)
+    await engine.client.pause_generation("in_place")
+    response = await probe
+    assert response.status_code == 200 and response.json()["state"] == "paused"
+    await until(lambda: not engine.core.live)
+
+
+@pytest.mark.parametrize("given", ["-1", "x", "inf", "nan"])
+async def test_a_flush_with_a_timeout_that_is_no_time_is_a_400(engine, given):
+    assert (await engine.http.post("/flush_cache", params={"timeout": given})).status_code == 400
+    assert (await engine.http.get("/flush_cache", params={"timeout": "0.5"})).status_code == 200
+
+
+async def test_a_flush_that_waits_blocks_no_other_call(tmp_path):
+    """It is an order again and again, not one long one: what it waits for can still be done."""
+    async with real(tmp_path) as engine:
+        await engine.http.post("/slow_down", json={"forward_sleep_time": 0.01})
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        running = asyncio.create_task(engine.http.post("/generate", json=body))
+        await until(lambda: engine.core.status()["num_running"])
+        flushing = asyncio.create_task(engine.http.post("/flush_cache", params={"timeout": 20}))
+        assert (await engine.http.post("/flush_cache")).status_code == 409
+        assert (await engine.http.post("/update_weight_version", json={"new_version": "2"})).status_code == 200
+        assert not flushing.done()
+        await engine.http.post("/abort_request", json={"abort_all": True})
+        assert (await flushing).status_code == (await running).status_code == 200
+
+
 def test_options_out_of_range_are_refused():
-    for bad in ({"pause_wait_seconds": -1}, {"max_stall_seconds": 0}):
+    for bad in ({"pause_wait_seconds": -1}, {"max_stall_seconds": 0}, {"max_stall_seconds": float("nan")}):
         with pytest.raises(ConfigError):
             ServiceOptions(**bad)
 

@@ -75,10 +75,11 @@ class InfoRoutes:
                         messages.GenerateBody(input_ids=[0], sampling_params=params), request
                     )
             except TimeoutError as error:
-                raise EngineUnreachable(
-                    f"{self.name} generated no token within {HEALTH_GENERATE_SECONDS:g} s",
-                    remedy="see the engine's log; restart it if it stays so",
-                ) from error
+                if self.core.status()["state"] == "running":  # else it was paused meanwhile, which is no fault
+                    raise EngineUnreachable(
+                        f"{self.name} generated no token within {HEALTH_GENERATE_SECONDS:g} s",
+                        remedy="see the engine's log; restart it if it stays so",
+                    ) from error
         return await self.health(body, request)
 
     async def model_info(self, body: messages.EmptyBody, _: Request) -> Response:

@@ -19,7 +19,7 @@ class ServiceOptions:
     version_update_aborts: bool = False
 
     def __post_init__(self) -> None:
-        if self.pause_wait_seconds < 0 or self.max_stall_seconds <= 0:
+        if not (self.pause_wait_seconds >= 0 and self.max_stall_seconds > 0):  # not a number is neither
             raise ConfigError(
                 f"pause_wait_seconds {self.pause_wait_seconds:g}, max_stall_seconds {self.max_stall_seconds:g}",
                 remedy="give the first 0 or more, the second more than 0",

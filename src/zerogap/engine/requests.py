@@ -99,7 +99,7 @@ class GenerateRequest:
         if outside is not None or longest > max_context:
             what = f"{longest} tokens" if outside is None else f"token id {outside}"
             raise ConfigError(
-                f"request {self.rid}: {what} in an engine with {vocab_size} token ids and room for {max_context} tokens",
+                f"request {self.rid}: {what} in an engine of {vocab_size} token ids and room for {max_context} tokens",
                 remedy="encode the prompt with this model's tokenizer; shorten it, or lower max_new_tokens",
             )
 

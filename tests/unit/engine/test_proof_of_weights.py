@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cores import control, running_core
-from support.tiny import TINY_QWEN2, TINY_UNTIED, tiny_folder
+from support.tiny import TINY_QWEN2, TINY_UNTIED, tiny_decoder, tiny_folder
+from unit.engine.test_core import refit
 
+from zerogap.config.schema import EngineSettings
+from zerogap.engine.core import EngineCore
 from zerogap.errors import EngineRejected
+from zerogap.weights.manifest import tensor_digests
 
 FUSED = [f"model.layers.1.{part}" for part in (
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_proj.bias",
@@ -30,3 +34,21 @@ def test_one_flipped_byte_is_named(tmp_path, config, names):
             core.weights.tensors[name].view(torch.uint8).view(-1)[0] ^= 1
             with pytest.raises(EngineRejected, match=rf"^1 weights differ from the snapshot: {name}\n"):
                 control(core, "weights_checker", action="compare")
+
+
+async def test_the_tables_of_positions_are_the_trainers_and_survive_a_release(tmp_path):
+    """A17: they are no weights, so nobody sends them again: fp32 on both sides, whatever the dtype of the weights."""
+    trainer = tiny_decoder(dtype=torch.bfloat16)
+    expected = dict(trainer.named_buffers())
+    assert expected and {table.dtype for table in expected.values()} == {torch.float32}
+    core = EngineCore(
+        tiny_folder(tmp_path / "model", dtype=torch.bfloat16), EngineSettings(threads=1), dtype="bfloat16"
+    )
+    core.start()
+    try:
+        control(core, "release_memory_occupation", tags=["weights", "kv_cache"])
+        control(core, "resume_memory_occupation", tags=["weights", "kv_cache"])
+        await refit(core, trainer.hf_tensors())
+        assert tensor_digests(dict(core.runner.decoder.named_buffers())) == tensor_digests(expected)
+    finally:
+        core.stop(20.0)
