@@ -38,6 +38,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 30000,
     dtype: str = "float32",
+    device: str = "cpu",
     num_kv_tokens: int = 16384,
     max_running_requests: int = 256,
     threads: int = 0,
@@ -61,7 +62,7 @@ def serve(
     setup_logging("engine")
     options = ServiceOptions(pause_wait_seconds, max_stall_seconds, version_update_aborts)
     server = ServerSettings(host=host, port=port, service=options)
-    return run_server(resolve(model), settings, server, dtype=dtype)
+    return run_server(resolve(model), settings, server, dtype=dtype, device=device)
 
 
 @app.command

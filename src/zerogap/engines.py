@@ -12,7 +12,8 @@ from pathlib import Path
 from zerogap.client.fleet import EngineFleet
 from zerogap.client.health import wait_healthy, watch
 from zerogap.client.http import Deadlines, EngineClient
-from zerogap.config.schema import EngineSettings, RunConfig
+from zerogap.config.schema import RunConfig
+from zerogap.engine.gpu_memory import preload_environment
 from zerogap.errors import EngineUnreachable
 from zerogap.supervise.processes import ChildProcess
 from zerogap.wire.api import RolloutEngine
@@ -29,8 +30,9 @@ class Engines:
         self.children: list[ChildProcess] = []
         for number in range(0 if config.engine.urls else config.engine.count):
             name = f"engine-{number}"
-            argv = _command(config.engine, model_folder, config.model.dtype, name)
-            self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log"))
+            argv = _command(config, model_folder, name)
+            env = preload_environment() if config.model.device == "cuda" else {}
+            self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log", env=env))
         self._attached: list[EngineClient] = []
 
     @asynccontextmanager
@@ -77,13 +79,15 @@ async def _silence(client: EngineClient) -> EngineUnreachable:
         return error
 
 
-def _command(settings: EngineSettings, model_folder: Path, dtype: str, name: str) -> list[str]:
+def _command(config: RunConfig, model_folder: Path, name: str) -> list[str]:
     """Engines that run beside each other share the cores, unless the run file says how many threads each has."""
+    settings = config.engine
     threads = settings.threads
     if settings.count > 1 and not threads:
         threads = max(1, (os.cpu_count() or 1) // settings.count)
     own = settings.model_copy(update={"threads": threads, "count": 1})
     words = own.model_dump_json().replace("{", "{{").replace("}", "}}")
-    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(model_folder), "--dtype", dtype]
+    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(model_folder)]
+    argv += ["--dtype", config.model.dtype, "--device", config.model.device]
     argv += ["--settings", words, "--name", name]
     return [*argv, "--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]

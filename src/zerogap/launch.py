@@ -20,9 +20,9 @@ from zerogap.errors import ConfigError, EngineUnreachable
 from zerogap.log import setup_logging
 from zerogap.loop import Loop
 from zerogap.model.importer import resolve
-from zerogap.model.registry import load_decoder, parse_dtype, read_config
+from zerogap.model.registry import load_decoder, parse_device, parse_dtype
 from zerogap.model.tokenizer import Tokenizer
-from zerogap.numerics.certify import Certificate, certify
+from zerogap.numerics.certify import Certificate
 from zerogap.placement import Colocated, Disaggregated
 from zerogap.report.live import LiveView
 from zerogap.report.page import write_report
@@ -41,6 +41,7 @@ def train(resolved: Resolved) -> int:
     """Runs to the end; the exit code. Everything that can be wrong with the input is found before anything starts."""
     setup_logging("driver", "WARNING")
     config = resolved.config
+    parse_device(config.model.device)
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
     model_folder = resolve(config.model.path)
     data = open_data(
@@ -98,7 +99,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         started.append(engines)
         dtype = parse_dtype(config.model.dtype)
         trainer = Trainer(
-            load_decoder(model_folder, dtype=dtype),
+            load_decoder(model_folder, dtype=dtype, device=parse_device(config.model.device)),
             config.trainer,
             num_steps=config.run.steps,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -106,7 +107,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         )
         if config.checkpoint.resume is not None:
             data.train.restore(_load(folder, trainer).data)
-        certificate = _certify(config, model_folder, recorder)
+        certificate = _checked(trainer.decoder.certificate, config, recorder)
         engine = await stack.enter_async_context(engines.connect())
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(
@@ -171,10 +172,8 @@ def _load(folder: Path, trainer: Trainer) -> checkpoint.Progress:
     return checkpoint.load(found, trainer)
 
 
-def _certify(config: RunConfig, model_folder: Path, recorder: Recorder) -> Certificate:
-    shape = read_config(model_folder)
-    dtype = parse_dtype(config.model.dtype)
-    certificate = certify(shape.linear_shapes, shape.attention_shape, shape.vocab_size, dtype)
+def _checked(certificate: Certificate, config: RunConfig, recorder: Recorder) -> Certificate:
+    """Warns of what the start-up probe found, or raises ConfigError where the run may not go on with it."""
     for failure in certificate.failures:
         recorder.warning(
             f"parity is not claimed on this machine: {failure}", "logprob gaps are measured and reported, not excluded"

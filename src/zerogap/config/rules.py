@@ -185,6 +185,14 @@ def _started_elsewhere(c: RunConfig, given: Given) -> str | None:
     return _idle(given, options, f"engine.urls={list(c.engine.urls)}", "set it where the engine is started")
 
 
+@_rule("model.device", "model.dtype")
+def _gpu_computes_in_bfloat16(c: RunConfig, given: Given) -> str | None:
+    del given
+    if c.model.device == "cuda" and c.model.dtype != "bfloat16":
+        return f"model.device='cuda' with model.dtype={c.model.dtype!r}: the canonical kernels there are for 'bfloat16'"
+    return None
+
+
 @_rule("placement.kind", "engine.urls", "engine.count")
 def _engines_of_their_own(c: RunConfig, given: Given) -> str | None:
     """Engines that take turns with the trainer give back all their memory: not asked of one that serves others too."""

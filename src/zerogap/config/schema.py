@@ -42,6 +42,7 @@ class ModelSettings(Section):
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="compute dtype of engine and trainer")] = (
         "float32"
     )
+    device: Annotated[Literal["cpu", "cuda"], Field(description="of engine and trainer; cuda needs bfloat16")] = "cpu"
 
 
 class DataSettings(Section):

@@ -15,6 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zerogap.engine", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
     parser.add_argument("--name", required=True)
     parser.add_argument("--ready-file", type=Path, required=True)
@@ -23,7 +24,7 @@ def main() -> int:
     setup_logging(options.name)
     settings = ServerSettings(name=options.name, ready_file=options.ready_file, parent_pipe=options.parent_pipe)
     engine = EngineSettings.model_validate_json(options.settings)
-    return run_server(options.model, engine, settings, dtype=options.dtype)
+    return run_server(options.model, engine, settings, dtype=options.dtype, device=options.device)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,15 @@ from typing import Any
 import torch
 
 from zerogap.config.schema import EngineSettings
-from zerogap.engine.memory import MemoryRegion, Released, check_room, measure, process_bytes
+from zerogap.engine.memory import Released, process_bytes
+from zerogap.engine.parts import make_parts
 from zerogap.engine.profile import StepProfiler
 from zerogap.engine.requests import GenerateRequest, RequestOutput
 from zerogap.engine.requests import Sequence as Running
-from zerogap.engine.runner import Runner
 from zerogap.engine.state import StateMachine
 from zerogap.engine.weights import EngineWeights
 from zerogap.errors import ConfigError, EngineUnreachable, RolloutError, ZerogapError
-from zerogap.model.registry import load_decoder, parse_dtype
-from zerogap.numerics.certify import certify
+from zerogap.model.registry import parse_device, parse_dtype
 from zerogap.types import FinishReason
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
@@ -53,26 +52,22 @@ class _Live:
 class EngineCore:
     """One model, served. `start` it before use; every other call may come from any thread."""
 
-    def __init__(self, model_folder: Path, settings: EngineSettings, *, dtype: str = "float32") -> None:
+    def __init__(
+        self, model_folder: Path, settings: EngineSettings, *, dtype: str = "float32", device: str = "cpu"
+    ) -> None:
         self._num_threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
         self._settings = settings
-        self._regions = {tag: MemoryRegion(tag) for tag in ("kv_cache", "weights", "cuda_graph")}
-        decoder = load_decoder(model_folder, dtype=parse_dtype(dtype), allocate=self._regions["weights"].allocate)
-        self.weights = EngineWeights(decoder)
-        self.runner = Runner(
-            decoder,
-            num_kv_tokens=settings.num_kv_tokens,
-            max_running=settings.max_running_requests,
-            prefill_tokens=settings.chunk_size,
-            allocate=self._regions["kv_cache"].allocate,
+        self._memory, decoder, self.runner = make_parts(
+            model_folder, settings, parse_dtype(dtype), parse_device(device)
         )
+        self.weights = EngineWeights(decoder)
         config = decoder.config
         self.vocab_size = config.vocab_size
         self.max_context = min(config.max_position_embeddings, self.runner.scheduler.num_tokens)
         self._vocabulary = frozenset(range(config.vocab_size))
         self._eos_ids = frozenset(config.eos_token_ids) | _generation_eos_ids(model_folder)
-        self._certificate = certify(config.linear_shapes, config.attention_shape, config.vocab_size, decoder.dtype)
+        self._certificate = decoder.certificate
         self.machine = StateMachine()
         self._profiler, self._sleep_seconds = StepProfiler(), 0.0
         self.failure: ZerogapError | None = None
@@ -104,7 +99,7 @@ class EngineCore:
             "num_used_tokens": scheduler.num_used_tokens,
             "num_kv_tokens": scheduler.num_tokens,
             "max_running": scheduler.max_running,
-            "device": self.runner.kv.keys.device.type,
+            "device": self.runner.decoder.device.type,
             "seconds_stalled": time.monotonic() - self._last_step if busy else 0.0,
         }
 
@@ -327,19 +322,16 @@ class EngineCore:
     def _release(self, tag: str) -> Released:
         if tag in ("kv_cache", "weights"):
             self.runner.weights_changed()
-        return self._regions[tag].release(self.weights.lose) if tag == "weights" else self._regions[tag].release()
+        return self._memory.release(tag, self.weights.lose) if tag == "weights" else self._memory.release(tag)
 
     def _do_resume_memory_occupation(self, tags: Sequence[str] | None) -> dict[str, Any]:
-        """Nothing is taken yet: pages come as they are written, the weights' by a session, the cache's by requests."""
         call, started = "resume_memory_occupation", time.monotonic()
         chosen = self.machine.resolve_tags(call, tags)
         self._check(call, chosen)
-        regions = [self._regions[tag] for tag in chosen]
-        check_room(regions)
+        resumed = self._memory.resume(chosen)
         self.machine.done(call, tags=chosen)
-        now = measure(regions)
-        report = {r.tag: {"claimed_bytes": r.num_bytes, "resumed_bytes": now.tags[r.tag]} for r in regions}
-        return {"tags": report, "rss_bytes": now.rss_bytes, "seconds": time.monotonic() - started}
+        report = {t: {"claimed_bytes": self._memory.num_bytes(t), "resumed_bytes": resumed[t]} for t in chosen}
+        return {"tags": report, "rss_bytes": process_bytes(), "seconds": time.monotonic() - started}
 
     def _do_begin_weight_update(self, selector: str, plan: TransferPlan | None) -> dict[str, Any]:
         del selector  # there is no draft model
@@ -416,7 +408,7 @@ class EngineCore:
         return {"path": str(self._profiler.stop())}
 
     def _do_server_info(self) -> dict[str, Any]:
-        use = measure(list(self._regions.values()))
+        use = self._memory.measure()
         memory = use.tags | {"weights": use.tags["weights"] + self.runner.decoder.packed_bytes}
         return self.status() | {
             "pid": os.getpid(),

@@ -7,7 +7,10 @@ all tokens after it; what a row made beyond its own end is not read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +23,8 @@ from zerogap.numerics.gpu import vocabulary
 from zerogap.numerics.gpu.attention import Segments, attend
 from zerogap.numerics.heads import Projection
 
+Capture = Callable[[torch.cuda.CUDAGraph, Any], AbstractContextManager[None]]
+"""(graph, memory pool) -> the context in which the graph is recorded."""
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -27,7 +32,15 @@ class DecodeGraphs:
     """Graphs for batches up to `max_rows`, captured on first use. `keys` and `values` are [layers, slots, K, D]."""
 
     def __init__(
-        self, decoder: Decoder, keys: Tensor, values: Tensor, *, page: int, max_rows: int, max_steps: int
+        self,
+        decoder: Decoder,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        page: int,
+        max_rows: int,
+        max_steps: int,
+        capture: Capture,
     ) -> None:
         self._decoder, self._keys, self._values, self._page = decoder, keys, values, page
         self._sizes = [n for n in BATCH_SIZES if n < max_rows] + [max_rows]
@@ -51,7 +64,8 @@ class DecodeGraphs:
         self._first = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._host_table = torch.zeros(max_rows, pages, dtype=torch.int32, pin_memory=True)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool = None
+        self._pool: Any = None
+        self._capturing = capture
 
     @torch.no_grad()
     def run(self, sequences: ListLike[Sequence], steps: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -87,7 +101,7 @@ class DecodeGraphs:
         self._step(size)  # compiles kernels and fills caches outside of the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with self._capturing(graph, self._pool):
             self._step(size)
         self._pool = graph.pool()
         for tensor, before in zip(self._moving, saved, strict=True):

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerogap.engine.gpu_decode import DecodeGraphs
+from zerogap.engine.gpu_decode import Capture, DecodeGraphs
 from zerogap.engine.kv_cache import BlockPool
 from zerogap.engine.requests import Sequence
 from zerogap.engine.scheduler import Scheduler, Work
 from zerogap.errors import RolloutError
 from zerogap.model.decoder import Decoder
+from zerogap.model.layers import Allocate
 from zerogap.numerics.gpu import vocabulary
 from zerogap.numerics.gpu.attention import KEY_BLOCK, Segments, attend
 from zerogap.numerics.heads import Projection
@@ -39,7 +40,8 @@ class GpuRunner:
         num_kv_tokens: int,
         max_running: int,
         prefill_tokens: int,
-        allocate: Any = torch.zeros,
+        allocate: Allocate = torch.zeros,
+        capture: Capture | None = None,
     ) -> None:
         config = decoder.config
         num_blocks = -(-num_kv_tokens // BLOCK_SIZE) + 1
@@ -52,7 +54,13 @@ class GpuRunner:
             BlockPool(num_blocks, BLOCK_SIZE), max_running=max_running, prefill_tokens=prefill_tokens
         )
         self.graphs = DecodeGraphs(
-            decoder, self.keys, self.values, page=BLOCK_SIZE, max_rows=max_running, max_steps=STEPS_PER_LAUNCH
+            decoder,
+            self.keys,
+            self.values,
+            page=BLOCK_SIZE,
+            max_rows=max_running,
+            max_steps=STEPS_PER_LAUNCH,
+            capture=capture or _plain_capture,
         )
 
     def weights_changed(self) -> None:
@@ -177,3 +185,7 @@ class GpuRunner:
 
 def _is_plain(sequence: Sequence) -> bool:
     return sequence.plain and sequence.scores is None and not sequence.sampling_row.truncates
+
+
+def _plain_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
+    return torch.cuda.graph(graph, pool=pool)

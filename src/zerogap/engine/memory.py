@@ -96,6 +96,31 @@ class MemoryRegion:
         return Released(claimed, freed)
 
 
+class HostMemory:
+    """The tagged memory of an engine on a CPU: one region per tag."""
+
+    def __init__(self) -> None:
+        self._regions = {tag: MemoryRegion(tag) for tag in ("kv_cache", "weights", "cuda_graph")}
+
+    def allocate(self, tag: str) -> Callable[..., Tensor]:
+        return self._regions[tag].allocate
+
+    def num_bytes(self, tag: str) -> int:
+        return self._regions[tag].num_bytes
+
+    def release(self, tag: str, also: Callable[[], int] = lambda: 0) -> Released:
+        return self._regions[tag].release(also)
+
+    def resume(self, tags: Sequence[str]) -> dict[str, int]:
+        """Nothing is taken yet: pages come as they are written, the weights' by a session, the cache's by requests."""
+        regions = [self._regions[tag] for tag in tags]
+        check_room(regions)
+        return measure(regions).tags
+
+    def measure(self) -> Residency:
+        return measure(list(self._regions.values()))
+
+
 def check_room(regions: Sequence[MemoryRegion]) -> None:
     """Raises MemoryReleaseError if what the regions gave away, and will need again, is not there.
 

@@ -59,9 +59,11 @@ class ServerSettings:
     service: ServiceOptions = field(default_factory=ServiceOptions)
 
 
-def run_server(model_folder: Path, engine: EngineSettings, settings: ServerSettings, *, dtype: str = "float32") -> int:
+def run_server(
+    model_folder: Path, engine: EngineSettings, settings: ServerSettings, *, dtype: str = "float32", device: str = "cpu"
+) -> int:
     """Serves a model until told to end; the exit code. `zerogap serve` is this."""
-    return serve(lambda: EngineCore(model_folder, engine, dtype=dtype), model_folder, settings)
+    return serve(lambda: EngineCore(model_folder, engine, dtype=dtype, device=device), model_folder, settings)
 
 
 def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: ServerSettings) -> int:

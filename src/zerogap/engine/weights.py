@@ -57,6 +57,8 @@ class EngineWeights:
         self.lose()
         for name, tensor in self._receiver.receive(header):
             self.tensors[name].copy_(tensor)
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize()  # the sender fills its segment again as soon as this call is answered
 
     def end(self) -> None:
         """Makes the serving copies. Raises TransferFailed if the session did not leave a whole set."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zerogap.model.config import ModelConfig
 from zerogap.model.layers import Allocate, Attend, Block, Linear, default_allocate
-from zerogap.numerics.certify import Routes, certify
+from zerogap.numerics.certify import certify
 from zerogap.numerics.heads import Rotation
 from zerogap.numerics.matmul import linear, pack
 from zerogap.numerics.norm import add_rms_norm
@@ -40,7 +40,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.routes = _certified_routes(config, dtype, device)
+        self.certificate = certify(config.linear_shapes, config.attention_shape, config.vocab_size, dtype, device)
+        self.routes = self.certificate.routes
         take = default_allocate(dtype, device) if allocate is None else _with_dtype(allocate, dtype)
         self.embedding = nn.Parameter(take((config.vocab_size, config.hidden_size)))
         self.blocks = nn.ModuleList(Block(config, i, self.routes, take) for i in range(config.num_layers))
@@ -135,14 +136,6 @@ class Decoder(nn.Module):
                 view.zero_()
             else:
                 view.copy_(torch.randn(view.shape, generator=generator) * std)
-
-
-def _certified_routes(config: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> Routes:
-    if device is not None and device.type == "cuda":
-        from zerogap.numerics.gpu.certify import certify_linears  # noqa: PLC0415  Triton is there on a GPU only
-
-        return certify_linears(config.linear_shapes, dtype)
-    return certify(config.linear_shapes, config.attention_shape, config.vocab_size, dtype).routes
 
 
 def _with_dtype(allocate: Allocate, dtype: torch.dtype) -> Allocate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
+from zerogap.cache import user_cache
 from zerogap.errors import ConfigError
 from zerogap.model import checkpoint
 from zerogap.model.gguf import GgufModel
@@ -62,12 +62,6 @@ def import_smollm2(cache_dir: Path | None = None) -> Path:
         if not _is_current(folder):
             _convert(source, folder)
     return folder
-
-
-def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/zerogap`, else `~/.cache/zerogap`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "zerogap"
 
 
 def without_default_system_prompt(template: str) -> str:

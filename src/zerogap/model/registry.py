@@ -45,6 +45,16 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def parse_device(name: str) -> torch.device:
+    """Raises ConfigError for a device that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device='cuda', but torch sees no GPU",
+            remedy="set model.device='cpu', or install a CUDA build of torch",
+        )
+    return torch.device(name)
+
+
 def load_decoder(
     folder: Path,
     *,

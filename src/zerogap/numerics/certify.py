@@ -73,9 +73,17 @@ class Certificate:
 
 
 def certify(
-    linear_shapes: Iterable[Shape], attention_shape: tuple[int, int, int], vocab_size: int, dtype: torch.dtype
+    linear_shapes: Iterable[Shape],
+    attention_shape: tuple[int, int, int],
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Certificate:
     """Probes one model's shapes; cached per process and thread count. `attention_shape`: (heads, kv heads, dim)."""
+    if device is not None and device.type == "cuda":
+        from zerogap.numerics.gpu.certify import certify_gpu  # noqa: PLC0415  Triton is there on a GPU only
+
+        return certify_gpu(tuple(sorted(set(linear_shapes))), attention_shape, vocab_size, dtype)
     return _certify(tuple(sorted(set(linear_shapes))), attention_shape, vocab_size, dtype, torch.get_num_threads())
 
 

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from zerogap.errors import ManifestMismatch
+from zerogap.weights.device_digest import device_digests
 from zerogap.wire.tensors import TensorSpec
 
 _MAX_NAMED = 8
@@ -39,12 +40,19 @@ def tensor_bytes(tensor: Tensor) -> Tensor:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """xxh3-128 of the raw bytes in logical order; strides do not matter, dtype and shape are the manifest's."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).cpu().numpy().data)
+    """Of the raw bytes in logical order; strides do not matter, dtype and shape are the manifest's. xxh3-128, or on a
+    GPU one that is computed there: what lies on a GPU is compared with what lies on a GPU.
+    """
+    return tensor_digests({"": tensor})[""]
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    on_gpu = {name: tensor_bytes(tensor) for name, tensor in tensors.items() if tensor.is_cuda}
+    found = dict(zip(on_gpu, device_digests(list(on_gpu.values())), strict=True))
+    for name, tensor in tensors.items():
+        if name not in found:
+            found[name] = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
+    return {name: found[name] for name in tensors}
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

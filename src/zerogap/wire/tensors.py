@@ -44,15 +44,30 @@ class TensorEntry(TensorSpec):
     digest: str
 
 
+class CudaHandle(_Frozen):
+    """How another process of this host maps memory of a GPU; byte strings in base64 (CUDA's IPC handles)."""
+
+    device: Count
+    memory: str
+    storage_bytes: Count
+    storage_offset: Count
+    counter: str
+    counter_offset: Count
+    event: str
+    event_sync: bool
+
+
 class BucketHeader(_Frozen):
     """Tensors that travel together. `index` counts the buckets of a session from 0.
 
-    `shm_name` is the shared memory that holds them, in mode ipc; in other modes they come another way.
+    In mode ipc `shm_name` is the shared memory that holds them, or `cuda` the memory on a GPU; in other modes they come
+    another way.
     """
 
     session_id: str
     index: Count
     shm_name: Annotated[str | None, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")] = None
+    cuda: CudaHandle | None = None
     num_bytes: Count
     entries: tuple[TensorEntry, ...]
 

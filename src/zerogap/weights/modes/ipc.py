@@ -1,4 +1,5 @@
-"""Transfer mode `ipc`: weights travel between processes of one Linux host through one POSIX shared-memory segment.
+"""Transfer mode `ipc`: weights travel between processes of one Linux host through one POSIX shared-memory segment, or
+through one allocation on the GPU that both use (`ipc_cuda`).
 
 The sender makes one segment per session and fills it again for every bucket, so a refit holds one bucket of extra
 memory. The segment's name is gone as soon as the first bucket has been loaded: both sides hold the memory itself by
@@ -24,7 +25,8 @@ from zerogap.errors import TransferFailed
 from zerogap.weights.arrival import RESEND, CheckedReceiver, Destination
 from zerogap.weights.bucket import Bucket
 from zerogap.weights.handshake import agree
-from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, tensor_digest
+from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, tensor_digests
+from zerogap.weights.modes.ipc_cuda import CudaSegment
 from zerogap.wire.tensors import ALIGNMENT_BYTES, SEGMENT_PREFIX, BucketHeader, TensorEntry, TensorSpec, TransferPlan
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class IpcSender:
         self.max_bucket_bytes = max_bucket_bytes
         self._engine, self._fingerprint = engine, fingerprint
         self._session_id, self._segment_bytes = "", 1
-        self._segment: Segment | None = None
+        self._segment: Segment | CudaSegment | None = None
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Asks the engine who it is and refuses another manifest or fingerprint, before anything moves."""
@@ -95,11 +97,12 @@ class IpcSender:
     async def send(self, bucket: Bucket) -> dict[str, str]:
         """Flattens the bucket into the segment; returns the digest of each tensor once the engine has loaded it."""
         segment = self._segment_for(bucket)
-        entries = tuple(_flatten(bucket, segment))
+        entries = _flatten(bucket, segment)
         header = BucketHeader(
             session_id=self._session_id,
             index=bucket.index,
-            shm_name=segment.name,
+            shm_name=segment.name or None,
+            cuda=segment.handle() if isinstance(segment, CudaSegment) else None,
             num_bytes=bucket.num_bytes,
             entries=entries,
         )
@@ -113,13 +116,17 @@ class IpcSender:
             self._segment.unlink()
             self._segment = None
 
-    def _segment_for(self, bucket: Bucket) -> Segment:
+    def _segment_for(self, bucket: Bucket) -> Segment | CudaSegment:
         """The session's segment, or a new one for the first bucket and for one that does not fit."""
         if self._segment is not None and self._segment.num_bytes >= bucket.num_bytes:
             return self._segment
         if self._segment is not None:
             self._segment.unlink()
             self._segment = None
+        device = bucket.slots[0].tensor.device
+        if device.type == "cuda":
+            self._segment = CudaSegment.make(max(bucket.num_bytes, self._segment_bytes), device)
+            return self._segment
         try:
             self._segment = Segment(_new_name(), max(bucket.num_bytes, self._segment_bytes), create=True)
         except OSError as error:
@@ -138,7 +145,7 @@ class IpcReceiver(CheckedReceiver):
 
     def __init__(self, destination: Destination) -> None:
         super().__init__(destination)
-        self._segment: Segment | None = None
+        self._segment: Segment | CudaSegment | None = None
 
     def close(self) -> None:
         """Forgets the session and unmaps its segment. Safe twice."""
@@ -150,17 +157,19 @@ class IpcReceiver(CheckedReceiver):
         for entry in header.entries:
             yield segment.view(entry, entry.offset, entry.num_bytes)
 
-    def _attach(self, header: BucketHeader) -> Segment:
-        if header.shm_name is None:
+    def _attach(self, header: BucketHeader) -> Segment | CudaSegment:
+        name = header.shm_name if header.cuda is None else header.cuda.memory
+        if name is None:
             raise TransferFailed(
-                f"bucket {header.index} of mode ipc names no shared memory", remedy="give shm_name with the bucket"
+                f"bucket {header.index} of mode ipc names no shared memory",
+                remedy="give shm_name or cuda with the bucket",
             )
-        if self._segment is None or self._segment.name != header.shm_name:
+        if self._segment is None or self._segment.name != name:
             self._segment = None  # unmap the old one first: at most one bucket is mapped
-            self._segment = _attach(header, header.shm_name)
+            self._segment = CudaSegment.attach(header, header.cuda) if header.cuda else _attach(header, name)
         if self._segment.num_bytes < header.num_bytes:
             raise TransferFailed(
-                f"segment {header.shm_name} holds {self._segment.num_bytes:,} bytes, bucket {header.index} claims "
+                f"segment {name} holds {self._segment.num_bytes:,} bytes, bucket {header.index} claims "
                 f"{header.num_bytes:,}",
                 remedy=RESEND,
             )
@@ -192,13 +201,21 @@ def _new_name() -> str:
     return f"{SEGMENT_PREFIX}{_process_tag(os.getpid())}-{secrets.token_hex(6)}"
 
 
-def _flatten(bucket: Bucket, segment: Segment) -> Iterator[TensorEntry]:
+def _flatten(bucket: Bucket, segment: Segment | CudaSegment) -> tuple[TensorEntry, ...]:
     """Copies each tensor into its slot, whatever its strides, and digests what lies there."""
-    for slot in bucket.slots:
-        spec = TensorSpec(name=slot.name, dtype=dtype_name(slot.tensor.dtype), shape=tuple(slot.tensor.shape))
-        view = segment.view(spec, slot.offset, slot.num_bytes)
-        view.copy_(slot.tensor.detach())
-        yield TensorEntry(**spec.model_dump(), offset=slot.offset, num_bytes=slot.num_bytes, digest=tensor_digest(view))
+    specs = [
+        TensorSpec(name=slot.name, dtype=dtype_name(slot.tensor.dtype), shape=tuple(slot.tensor.shape))
+        for slot in bucket.slots
+    ]
+    views = {}
+    for spec, slot in zip(specs, bucket.slots, strict=True):
+        views[spec.name] = segment.view(spec, slot.offset, slot.num_bytes)
+        views[spec.name].copy_(slot.tensor.detach())
+    digests = tensor_digests(views)
+    return tuple(
+        TensorEntry(**spec.model_dump(), offset=slot.offset, num_bytes=slot.num_bytes, digest=digests[spec.name])
+        for spec, slot in zip(specs, bucket.slots, strict=True)
+    )
 
 
 def _attach(header: BucketHeader, name: str) -> Segment:
