@@ -34,13 +34,15 @@ def decoder_of(config) -> Decoder:
     return decoder
 
 
-def sequences_of(config, count: int, *, new: int, temperature: float, seed: int = 0) -> list[Sequence]:
+def sequences_of(
+    config, count: int, *, new: int, temperature: float, seed: int = 0, longest_prompt: int = 150
+) -> list[Sequence]:
     source = random.Random(seed)
     shared = [source.randrange(config.vocab_size) for _ in range(70)]
     made = []
     for i in range(count):
-        own = [source.randrange(config.vocab_size) for _ in range(source.randrange(1, 150))]
-        prompt = shared if i % 3 == 0 else own
+        own = [source.randrange(config.vocab_size) for _ in range(source.randrange(1, longest_prompt))]
+        prompt = shared if i % 3 == 0 and longest_prompt > 70 else own
         params = SamplingParams(
             max_new_tokens=source.randrange(1, new), temperature=temperature, seed=seed * 1000 + i, ignore_eos=True
         )
@@ -98,7 +100,7 @@ def test_a_crowded_cache_retracts_and_changes_nothing():
     decoder = decoder_of(LLAMA)
     roomy = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096)
     crowded = GpuRunner(decoder, num_kv_tokens=2048, max_running=64, prefill_tokens=4096)
-    one, two = (sequences_of(LLAMA, 30, new=90, temperature=1.0) for _ in range(2))
+    one, two = (sequences_of(LLAMA, 30, new=300, temperature=1.0, longest_prompt=9) for _ in range(2))
     run(roomy, one)
     run(crowded, two)
     assert sum(s.num_retractions for s in two) > 0
