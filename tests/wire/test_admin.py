@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,18 @@ async def test_a_profile_of_some_steps_ends_by_itself(real):
     await generate(real)
     assert (await real.post("/stop_profile")).status_code == 409
     assert events(started.text)
+
+
+async def test_a_trace_that_cannot_be_written_is_an_error_of_its_own_and_ends_nothing(real, tmp_path):
+    for steps in (2, None):
+        started = await real.post("/start_profile", json={"num_steps": steps, "activities": ["CPU"]})
+        assert started.status_code == 200, started.text
+        shutil.rmtree(tmp_path / "profiles")
+        await generate(real)
+    stopped = await real.post("/stop_profile")
+    assert stopped.status_code == 400 and "was not written" in stopped.json()["message"]
+    assert (await real.post("/stop_profile")).status_code == 409
+    await generate(real)
 
 
 async def test_a_profile_is_confined_and_bounded_and_takes_no_field_without_effect(real, tmp_path):

@@ -192,6 +192,21 @@ async def test_a_new_label_aborts_only_where_the_client_or_the_server_says_so(tm
         assert kind == ("abort" if expected else "length")
 
 
+async def test_an_update_that_is_refused_aborts_nobody(tmp_path):
+    """The order is: may it be done at all, then the abort, then the weights."""
+    async with real(tmp_path) as engine:
+        await engine.http.post("/pause_generation", json={"mode": "retract"})
+        waiting = asyncio.create_task(engine.http.post("/generate", json={"input_ids": [1], "sampling_params": SHORT}))
+        await until(lambda: engine.core.status()["num_waiting"] == 1)
+        await engine.http.post("/release_memory_occupation", json={"tags": ["weights"]})
+        body = {"model_path": str(tmp_path / "model"), "abort_all_requests": True}
+        assert (await engine.http.post("/update_weights_from_disk", json=body)).status_code == 409
+        assert engine.core.status()["num_waiting"] == 1
+        await engine.http.post("/resume_memory_occupation", json={})
+        assert (await engine.http.post("/update_weights_from_disk", json=body)).status_code == 200
+        assert (await waiting).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 # --- health waits for nothing
 
 

@@ -365,6 +365,7 @@ class EngineCore:
         self, model_path: str, weight_version: int | None, abort_all_requests: bool = False
     ) -> dict[str, Any]:
         call, folder = "update_weights_from_disk", Path(model_path)
+        self.machine.check(call)  # before anything is aborted for it
         self._abort_if(abort_all_requests)
         self._check(call)
         self.weights.check_folder(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from zerogap.errors import ConfigError, EngineStateError
+from zerogap.errors import ConfigError, EngineRejected, EngineStateError
 from zerogap.wire.admin_messages import MAX_PROFILED_STEPS
 
 logger = logging.getLogger(__name__)
@@ -60,19 +60,28 @@ class StepProfiler:
         return self._path
 
     def stepped(self) -> None:
-        """Counts a step; the last of the bounded number writes the trace."""
+        """Counts a step; the last of the bounded number writes the trace. A lost trace is no fault of a step."""
         if self._profile is not None:
             self._steps_left -= 1
             if not self._steps_left:
-                self.stop()
+                try:
+                    self.stop()
+                except EngineRejected as error:
+                    logger.error("%s", error)
 
     def stop(self) -> Path:
         """Writes the trace."""
         if self._profile is None:
             raise EngineStateError("no profile is being taken", remedy="call start_profile first")
         taken, self._profile = self._profile, None
-        taken.stop()
-        taken.export_chrome_trace(str(self._path))
+        try:
+            taken.stop()
+            taken.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            raise EngineRejected(
+                f"the profile was not written to {self._path}: {error}",
+                remedy="see that the folder exists and has room, then take another",
+            ) from error
         logger.info("wrote the profile %s", self._path)
         return self._path
 
