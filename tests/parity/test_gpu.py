@@ -35,7 +35,7 @@ def decoder_of(config) -> Decoder:
 
 
 def sequences_of(
-    config, count: int, *, new: int, temperature: float, seed: int = 0, longest_prompt: int = 150
+    config, count: int, *, new: int, temperature: float, seed: int = 0, longest_prompt: int = 150, shortest: int = 1
 ) -> list[Sequence]:
     source = random.Random(seed)
     shared = [source.randrange(config.vocab_size) for _ in range(70)]
@@ -44,7 +44,10 @@ def sequences_of(
         own = [source.randrange(config.vocab_size) for _ in range(source.randrange(1, longest_prompt))]
         prompt = shared if i % 3 == 0 and longest_prompt > 70 else own
         params = SamplingParams(
-            max_new_tokens=source.randrange(1, new), temperature=temperature, seed=seed * 1000 + i, ignore_eos=True
+            max_new_tokens=source.randrange(shortest, new),
+            temperature=temperature,
+            seed=seed * 1000 + i,
+            ignore_eos=True,
         )
         made.append(Sequence(str(i), tuple(prompt), params, frozenset()))
     return made
@@ -99,8 +102,8 @@ def test_tokens_do_not_depend_on_the_batch():
 def test_a_crowded_cache_retracts_and_changes_nothing():
     decoder = decoder_of(LLAMA)
     roomy = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096)
-    crowded = GpuRunner(decoder, num_kv_tokens=2048, max_running=64, prefill_tokens=4096)
-    one, two = (sequences_of(LLAMA, 30, new=300, temperature=1.0, longest_prompt=9) for _ in range(2))
+    crowded = GpuRunner(decoder, num_kv_tokens=1024, max_running=64, prefill_tokens=4096)
+    one, two = (sequences_of(LLAMA, 30, new=300, temperature=1.0, longest_prompt=9, shortest=250) for _ in range(2))
     run(roomy, one)
     run(crowded, two)
     assert sum(s.num_retractions for s in two) > 0

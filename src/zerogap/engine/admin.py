@@ -6,12 +6,12 @@ import gc
 import logging
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
+from zerogap import __version__
 from zerogap.engine.calls import Core, call
 from zerogap.engine.replies import json_reply
 from zerogap.wire import admin_messages, codec, messages
@@ -38,7 +38,7 @@ class AdminRoutes:
         return json_reply(
             {
                 "timestamp": datetime.now(UTC).isoformat(),
-                "version": version("zerogap"),
+                "version": __version__,
                 "accelerator": status["device"],
                 "num_accelerators": 1,
                 "dp_rank_count": 1,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from zerogap import __version__
 from zerogap.engine.replies import json_reply
 from zerogap.engine.service import EngineService
 from zerogap.errors import ConfigError, EngineRejected, ZerogapError
@@ -25,7 +25,7 @@ MAX_BODY_BYTES = 64 << 20
 
 def build_app(service: EngineService) -> FastAPI:
     """The application: every route of the table, and one shape for every error."""
-    app = FastAPI(title="zerogap rollout engine", version=version("zerogap"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="zerogap rollout engine", version=__version__, docs_url=None, redoc_url=None)
     for route in ROUTES:
         endpoint = _endpoint(route, service.handler(route))
         for path, method in itertools.product((route.path, *route.aliases), route.methods):

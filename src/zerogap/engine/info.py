@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import Request, Response
 
+from zerogap import __version__
 from zerogap.engine.calls import Core, call
 from zerogap.engine.control import ControlRoutes
 from zerogap.engine.generation import GenerationRoutes
@@ -96,7 +96,7 @@ class InfoRoutes:
                 "has_audio_understanding": False,
                 "model_type": self._config.get("model_type"),
                 "architectures": self._config.get("architectures"),
-                "zerogap": version("zerogap"),
+                "zerogap": __version__,
             }
         )
 
@@ -111,7 +111,7 @@ class InfoRoutes:
                 "max_total_num_tokens": ours.get("num_kv_tokens"),
                 "max_req_input_len": self.core.max_context - 1,
                 "startup_time": self._started,
-                "version": version("zerogap"),
+                "version": __version__,
                 "return_original_logprob": self._generation.admission.original_logprobs,
                 "internal_states": [{"weight_version": str(ours["weight_version"])}],
                 "zerogap": ours,
