@@ -56,14 +56,14 @@ class DeviceMemory:
     @contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         """`torch.cuda.graph` whose private memory is under the tag cuda_graph."""
-        before = _free_bytes()
         if self._saver is None:
             with torch.cuda.graph(graph, pool=pool):
                 yield
         else:
             with self._saver.cuda_graph(graph, pool=pool, tag="cuda_graph"):
                 yield
-        self._claimed["cuda_graph"] += max(0, before - _free_bytes())
+        segments = torch.cuda.memory_snapshot()
+        self._claimed["cuda_graph"] = sum(s["total_size"] for s in segments if s["segment_pool_id"] == graph.pool())
 
     @contextmanager
     def _region(self, tag: str) -> Iterator[None]:

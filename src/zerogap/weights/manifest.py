@@ -13,7 +13,6 @@ import xxhash
 from torch import Tensor
 
 from zerogap.errors import ManifestMismatch
-from zerogap.weights.device_digest import device_digests
 from zerogap.wire.tensors import TensorSpec
 
 _MAX_NAMED = 8
@@ -48,7 +47,11 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     on_gpu = {name: tensor_bytes(tensor) for name, tensor in tensors.items() if tensor.is_cuda}
-    found = dict(zip(on_gpu, device_digests(list(on_gpu.values())), strict=True))
+    found: dict[str, str] = {}
+    if on_gpu:
+        from zerogap.weights.device_digest import device_digests  # noqa: PLC0415  Triton is there on a GPU only
+
+        found = dict(zip(on_gpu, device_digests(list(on_gpu.values())), strict=True))
     for name, tensor in tensors.items():
         if name not in found:
             found[name] = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
