@@ -47,7 +47,8 @@ def engine_server(path: Path) -> Iterator[EngineServer]:
 
 def healing_calls(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """(path, body) of the POSTs after which a server runs with the folder's weights, whatever it did before. The last
-    three must succeed; the others may be refused, because there is nothing to do.
+    two must succeed; the others may be refused, because there is nothing to do. The cache is not flushed: nothing stale
+    may be found in it anyway.
     """
     return [
         ("/slow_down", {}),
@@ -56,6 +57,5 @@ def healing_calls(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         ("/resume_memory_occupation", {}),
         ("/end_weight_update", {}),
         ("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "0"}),
-        ("/flush_cache", {}),
         ("/continue_generation", {}),
     ]
