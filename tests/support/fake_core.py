@@ -301,7 +301,7 @@ class FakeCore:
             raise EngineRejected(f"no weight is named {name}", remedy="list them with weights_checker manifest")
         return {"values": WEIGHTS[name][:truncate_size]}
 
-    def _weights_checker(self, action: str) -> dict[str, Any]:
+    def _weights_checker(self, action: str, skip: Sequence[str]) -> dict[str, Any]:
         self._plain(f"weights_checker({action})")
         if action == "manifest":
             return {"tensors": [{"name": name, "dtype": "float32", "shape": [3]} for name in WEIGHTS]}

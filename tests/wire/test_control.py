@@ -273,3 +273,31 @@ async def test_an_unknown_weight_is_a_400(engine):
         await engine.client.get_weights_by_name("y")
     with pytest.raises(ConfigError, match="name"):
         await engine.client._json("get_weights_by_name", {})
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "word"),
+    [
+        ("begin_weight_update", {"selector": "draft"}, "no draft model"),
+        ("weights_checker", {"selector": "draft"}, "no draft model"),
+        ("update_weights_from_disk", {"model_path": "/m", "load_format": "dummy"}, "load_format"),
+        ("update_weights_from_tensor", {"load_format": "direct"}, "load_format"),
+    ],
+)
+async def test_what_would_have_no_effect_is_refused(engine, route, body, word):
+    response = await engine.http.post(f"/{route}", json=body)
+    assert response.status_code == 400 and word in response.json()["message"]
+
+
+async def test_what_the_engine_is_has_the_keys_of_the_reference(engine):
+    model = (await engine.http.get("/get_model_info")).json()
+    assert set(model) >= {
+        *("model_path", "served_model_name", "tokenizer_path", "is_generation", "preferred_sampling_params"),
+        *("weight_version", "load_format", "reasoning_parser", "tool_call_parser", "disaggregation_mode", "model_type"),
+        *("has_image_understanding", "has_audio_understanding", "architectures"),
+    }
+    info = (await engine.http.get("/get_server_info")).json()
+    (state,) = info["internal_states"]
+    assert {"tp_size", "dp_size", "max_total_num_tokens", "max_req_input_len", "startup_time", "version"} <= set(info)
+    assert {"weight_version", "effective_max_running_requests_per_dp", "memory_usage"} <= set(state)
+    assert state["memory_usage"]["token_capacity"] == info["max_total_num_tokens"] == 4096

@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse
 
 from zerogap import __version__
 from zerogap.engine.calls import Core, call
+from zerogap.engine.info import memory_gigabytes
 from zerogap.engine.replies import json_reply
 from zerogap.wire import admin_messages, codec, messages
 
@@ -34,7 +35,9 @@ class AdminRoutes:
             paused = status["num_waiting"] if status["state"] != "running" else 0
             load["queues"] = {"waiting": status["num_waiting"] - paused, "grammar": 0, "paused": paused, "retracted": 0}
         if wanted & {"memory", "all"}:
-            load["memory"] = await self._memory(status["num_kv_tokens"])
+            held = memory_gigabytes(await call(self.core, "server_info"))
+            names = {"weight": "weight_gb", "kvcache": "kv_cache_gb", "graph": "graph_gb"}
+            load["memory"] = {names.get(name, name): size for name, size in held.items()}
         return json_reply(
             {
                 "timestamp": datetime.now(UTC).isoformat(),
@@ -45,11 +48,6 @@ class AdminRoutes:
                 "loads": [load],
             }
         )
-
-    async def _memory(self, capacity: int) -> dict[str, Any]:
-        held = (await call(self.core, "server_info"))["memory"]
-        sizes = {"weight_gb": "weights", "kv_cache_gb": "kv_cache", "graph_gb": "cuda_graph"}
-        return {name: held.get(tag, 0) / 2**30 for name, tag in sizes.items()} | {"token_capacity": capacity}
 
     async def get_load(self, body: messages.EmptyBody, _: Request) -> Response:
         status = self.core.status()

@@ -104,9 +104,8 @@ class ControlRoutes:
         return json_reply(_finite(reply["values"]))
 
     async def weights_checker(self, body: messages.CheckerBody, _: Request) -> Response:
-        return json_reply(
-            {"success": True, "message": "ok", **await call(self.core, "weights_checker", action=body.action)}
-        )
+        reply = await call(self.core, "weights_checker", action=body.action, skip=body.skip_tensor_list or ())
+        return json_reply({"success": True, "message": "ok", **reply})
 
 
 def _relabelled(number: int | None) -> str:

@@ -391,9 +391,9 @@ class EngineCore:
         self._check("get_weights_by_name")
         return {"values": self.weights.values(name, truncate_size)}
 
-    def _do_weights_checker(self, action: str) -> dict[str, Any]:
+    def _do_weights_checker(self, action: str, skip: Sequence[str] = ()) -> dict[str, Any]:
         started = time.monotonic()
-        reply = self._guarded(f"weights_checker({action})", lambda: self.weights.check(action))
+        reply = self._guarded(f"weights_checker({action})", lambda: self.weights.check(action, skip))
         if action == "reset_tensors":
             self.runner.weights_changed()
         return reply | {"seconds": time.monotonic() - started}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,9 @@ class InfoRoutes:
                 "preferred_sampling_params": None,
                 "weight_version": str(self.core.status()["weight_version"]),
                 "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
                 "model_type": self._config.get("model_type"),
@@ -108,12 +112,28 @@ class InfoRoutes:
                 "model_path": self._control.model_path,
                 "served_model_name": self.name,
                 "dtype": ours.get("dtype"),
-                "max_total_num_tokens": ours.get("num_kv_tokens"),
+                **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), 1),
+                "disaggregation_mode": "null",
+                "max_running_requests": ours["max_running"],
+                "max_total_num_tokens": ours["num_kv_tokens"],
                 "max_req_input_len": self.core.max_context - 1,
                 "startup_time": self._started,
                 "version": __version__,
                 "return_original_logprob": self._generation.admission.original_logprobs,
-                "internal_states": [{"weight_version": str(ours["weight_version"])}],
+                "internal_states": [
+                    {
+                        "weight_version": str(ours["weight_version"]),
+                        "effective_max_running_requests_per_dp": ours["max_running"],
+                        "memory_usage": memory_gigabytes(ours),
+                    }
+                ],
                 "zerogap": ours,
             }
         )
+
+
+def memory_gigabytes(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine holds, in the units of SGLang's `memory_usage`."""
+    sizes = {"weight": "weights", "kvcache": "kv_cache", "graph": "cuda_graph"}
+    held = {name: info["memory"].get(tag, 0) / 2**30 for name, tag in sizes.items()}
+    return held | {"token_capacity": info["num_kv_tokens"]}

@@ -6,6 +6,7 @@ prepacked copies exist only while it is true.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,16 +124,17 @@ class EngineWeights:
             )
         return self.tensors[name][:count].float().tolist()
 
-    def check(self, action: str) -> dict[str, Any]:
-        """The reply of one action of `weights_checker`."""
+    def check(self, action: str, skip: Sequence[str] = ()) -> dict[str, Any]:
+        """The reply of one action of `weights_checker`, without weights whose names have a part that is in `skip`."""
+        chosen = {name: t for name, t in self.tensors.items() if not any(part in name for part in skip)}
         if action == "manifest":
-            return {"tensors": [spec.model_dump(mode="json") for spec in self.manifest.specs]}
+            return {"tensors": [spec.model_dump(mode="json") for spec in self.manifest.specs if spec.name in chosen]}
         if action == "reset_tensors":
             self.lose()
-            for tensor in self.tensors.values():
+            for tensor in chosen.values():
                 tensor.fill_(float("nan"))
             return {}
-        digests = tensor_digests(self.tensors)
+        digests = tensor_digests(chosen)
         if action == "snapshot":
             self._snapshot = digests
             return {}
@@ -140,7 +142,8 @@ class EngineWeights:
             self._compare(digests)
             return {}
         whole = combined_digest(digests)
-        return {"ranks": [{"checksums": digests, "per_gpu_checksum": whole}], "per_engine_checksum": whole}
+        rank = {"checksums": digests, "per_gpu_checksum": whole, "parallelism_info": [_ONLY_RANK]}
+        return {"ranks": [rank], "per_engine_checksum": whole}
 
     def _compare(self, digests: dict[str, str]) -> None:
         """Uses the snapshot up, as in SGLang."""
@@ -149,13 +152,20 @@ class EngineWeights:
             raise EngineRejected(
                 "there is no snapshot to compare with", remedy="call weights_checker with action snapshot first"
             )
-        wrong = differing_names(snapshot, digests)
+        both = snapshot.keys() & digests.keys()  # either may have left some out
+        wrong = [name for name in differing_names(snapshot, digests) if name in both]
         if wrong:
             raise EngineRejected(
                 f"{len(wrong)} weights differ from the snapshot: {name_some(wrong)}",
                 remedy="the update that was meant to restore them did not",
                 names=wrong,
             )
+
+
+_ONLY_RANK = {"role": "target", "rank": 0, "size": 1} | {
+    f"{axis}_{what}": value for axis in ("tp", "dp", "pp") for what, value in (("rank", 0), ("size", 1))
+}
+"""This engine is one process that holds whole weights."""
 
 
 def _computation(config: ModelConfig) -> ModelConfig:

@@ -241,10 +241,19 @@ class MemoryBody(Body):
     tags: list[MemoryTag] | None = None
 
 
+def _no_draft(selector: str) -> str:
+    if selector == "draft":
+        raise ValueError("there is no draft model; use all or target")
+    return selector
+
+
+Selector = Annotated[Literal["all", "target", "draft"], AfterValidator(_no_draft)]
+
+
 class BeginUpdateBody(Body):
     """`plan` is ours: what the session will send. Without it only `/update_weights_from_disk` can fill the session."""
 
-    selector: Literal["all", "target", "draft"] = "all"
+    selector: Selector = "all"
     plan: Annotated[TransferPlan | None, Field(strict=False)] = None
 
 
@@ -253,17 +262,17 @@ class UpdateFromTensorBody(Body):
 
     bucket: Annotated[BucketHeader | None, Field(strict=False)] = None
     serialized_named_tensors: list[str] | None = None
-    load_format: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: str | None = None
-    selector: Literal["all", "target", "draft"] = "all"
+    selector: Selector = "all"
     torch_empty_cache: bool = False
 
 
 class UpdateFromDiskBody(Body):
     model_path: str
-    load_format: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
@@ -286,7 +295,9 @@ class GetWeightsBody(Body):
 
 
 class CheckerBody(Body):
+    """`skip_tensor_list`: parts of names; a weight whose name has one of them is left out of the action."""
+
     action: CheckerAction = "checksum"
     allow_quant_error: bool = False
     skip_tensor_list: list[str] | None = None
-    selector: Literal["all", "target", "draft"] = "all"
+    selector: Selector = "all"

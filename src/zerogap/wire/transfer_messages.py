@@ -4,15 +4,14 @@ or an adapter. Fields and defaults are SGLang's.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from zerogap.wire.messages import Body
+from zerogap.wire.messages import Body, Selector
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0)]
-Selector = Literal["all", "target", "draft"]
 DEFAULT_GROUP = "weight_update_group"
 
 

@@ -36,6 +36,22 @@ def test_one_flipped_byte_is_named(tmp_path, config, names):
                 control(core, "weights_checker", action="compare")
 
 
+def test_weights_that_are_to_be_skipped_are_left_out_of_every_action(tmp_path):
+    """Reference 6: `skip_tensor_list` holds parts of names."""
+    with running_core(tiny_folder(tmp_path / "model", TINY_UNTIED)) as core:
+        (rank,) = control(core, "weights_checker", action="checksum", skip=["mlp.", "norm"])["ranks"]
+        assert rank["checksums"] and not any("mlp" in name or "norm" in name for name in rank["checksums"])
+        assert rank["parallelism_info"][0]["tp_size"] == 1
+        control(core, "weights_checker", action="snapshot")
+        control(core, "weights_checker", action="reset_tensors", skip=["mlp."])
+        assert core.weights.tensors["model.layers.0.mlp.up_proj.weight"].isfinite().all()
+        assert not core.weights.tensors["model.norm.weight"].isfinite().any()
+        control(core, "weights_checker", action="compare", skip=["norm", "self_attn", "embed", "lm_head"])
+        control(core, "weights_checker", action="snapshot", skip=["mlp."])
+        core.weights.tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
+        control(core, "weights_checker", action="compare")
+
+
 async def test_the_tables_of_positions_are_the_trainers_and_survive_a_release(tmp_path):
     """A17: they are no weights, so nobody sends them again: fp32 on both sides, whatever the dtype of the weights."""
     trainer = tiny_decoder(dtype=torch.bfloat16)
