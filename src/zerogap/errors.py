@@ -122,4 +122,4 @@ def from_wire(body: dict[str, Any]) -> ZerogapError:
     cls = by_code.get(str(body.get("code")), EngineRejected)
     given = body.get("details")
     details = {k: v for k, v in given.items() if k not in ("what", "remedy")} if isinstance(given, dict) else {}
-    return cls(str(body.get("what", body)), remedy=str(body.get("remedy", "see the engine's log")), **details)
+    return cls(str(body.get("what") or body), remedy=str(body.get("remedy") or "see the engine's log"), **details)
