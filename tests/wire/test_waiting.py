@@ -280,6 +280,37 @@ async def test_a_flush_that_waits_blocks_no_other_call(tmp_path):
         assert (await flushing).status_code == (await running).status_code == 200
 
 
+async def test_a_long_pause_is_no_stall_at_the_moment_it_ends(tmp_path):
+    """Also when the order that ends it stood behind another that took its time."""
+    async with real(tmp_path) as engine:
+        core, seen, done = engine.core, [], engine.core.machine.done
+
+        def watched_done(call: str, **tags: Any) -> None:
+            done(call, **tags)
+            seen.append(core.status()["seconds_stalled"])
+
+        core.machine.done = watched_done
+        await engine.http.post("/pause_generation", json={"mode": "retract"})
+        waiting = asyncio.create_task(engine.http.post("/generate", json={"input_ids": [1], "sampling_params": SHORT}))
+        await until(lambda: core.status()["num_waiting"])
+        flush = core._do_flush_cache
+
+        def long_flush() -> dict[str, Any]:
+            core._last_step -= 1000.0
+            return flush()
+
+        def first_flush() -> dict[str, Any]:
+            core._do_flush_cache = long_flush
+            core.control("flush_cache")
+            core.control("continue_generation")
+            return flush()
+
+        core._do_flush_cache = first_flush
+        await engine.http.post("/flush_cache")
+        assert (await waiting).status_code == 200
+        assert max(seen) < 100.0
+
+
 def test_options_out_of_range_are_refused():
     for bad in ({"pause_wait_seconds": -1}, {"max_stall_seconds": 0}, {"max_stall_seconds": float("nan")}):
         with pytest.raises(ConfigError):

@@ -167,11 +167,12 @@ class EngineCore:
     def _carry_out_orders(self, *, wait: bool) -> None:
         """Everything in the queue. Waits a little for a first one if there is nothing else to do."""
         try:
-            if wait:
-                self._orders.get(timeout=_IDLE_SECONDS)()
-                self._last_step = time.monotonic()
             while True:
-                self._orders.get_nowait()()
+                order = self._orders.get(block=wait, timeout=_IDLE_SECONDS)
+                wait = False
+                if not self._has_work():
+                    self._last_step = time.monotonic()  # before the order: no pause counts as a stall once it is over
+                order()
         except queue.Empty:
             pass
 
