@@ -26,16 +26,22 @@ class EngineServer:
     """Other weights of the same model."""
 
 
+def start_engine(folder: Path, log_path: Path) -> ChildProcess:
+    """Begins to start one; its log names it."""
+    name = log_path.stem
+    sizes = EngineSettings(num_kv_tokens=1024, max_running_requests=8, chunk_size=32, threads=1).model_dump_json()
+    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(folder), "--dtype", "float32", "--name", name]
+    argv += ["--settings", sizes.replace("{", "{{").replace("}", "}}")]
+    argv += ["--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]
+    environment = {"OMP_NUM_THREADS": "1", "SGLANG_TORCH_PROFILER_DIR": str(log_path.parent / "profiles")}
+    return ChildProcess(name, argv, log_path=log_path, env=environment)
+
+
 @contextmanager
 def engine_server(path: Path) -> Iterator[EngineServer]:
     """Afterwards it must still live, and must have logged no defect."""
     folder, other = tiny_model_folder(path / "model"), tiny_model_folder(path / "other", seed=1)
-    sizes = EngineSettings(num_kv_tokens=1024, max_running_requests=8, chunk_size=32, threads=1).model_dump_json()
-    argv = [sys.executable, "-m", "zerogap.engine", "--model", str(folder), "--dtype", "float32", "--name", "engine"]
-    argv += ["--settings", sizes.replace("{", "{{").replace("}", "}}")]
-    argv += ["--ready-file", "{ready_file}", "--parent-pipe", "{parent_pipe}"]
-    environment = {"OMP_NUM_THREADS": "1", "SGLANG_TORCH_PROFILER_DIR": str(path / "profiles")}
-    child = ChildProcess("engine", argv, log_path=path / "engine.log", env=environment)
+    child = start_engine(folder, path / "engine.log")
     try:
         yield EngineServer(asyncio.run(child.wait_ready(START_SECONDS))["url"], child, folder, other)
         assert child.alive

@@ -98,6 +98,7 @@ GENERATE = st.tuples(
             "n": st.sampled_from([1, 1, 1, 3]),
             "logprob_start_len": st.sampled_from([-1, 0, 2]),
             "pause_wait_seconds": st.sampled_from([0.0, 0.05, 5.0]),
+            "extra_key": st.sampled_from([None, "a"]),
             "stream": st.booleans(),
         }
     ),

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from zerogap.wire.api import GenerateBody, GenerateReply
 
 PromptKey = str | tuple[int, ...]
 Group = tuple[PromptKey, list[int]]
 """A prompt, and its places in the call: the samples of a group."""
-_PER_PROMPT = (
-    "text",
-    "input_ids",
-    "sampling_params",
-    "rid",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "return_original_logprob",
+_PER_PROMPT = tuple(
+    name for name, field in GenerateBody.model_fields.items() if list in map(get_origin, get_args(field.annotation))
 )
+"""Fields that may be lists; they have an entry per prompt then."""
 
 
 def prompt_groups(body: GenerateBody) -> list[Group]:

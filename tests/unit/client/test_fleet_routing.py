@@ -88,12 +88,17 @@ async def test_a_call_is_divided_by_prompts_and_its_replies_come_in_its_order():
     fleet, (a, b) = fleet_of("a", "b")
     params = [SamplingBody(sampling_seed=i, n=1 + (i == 2)) for i in range(5)]
     rids = [str(i) for i in range(5)]
-    body = GenerateBody(input_ids=[[7], [8], [7], [9], [7]], sampling_params=params, rid=rids, return_logprob=True)
+    prompts = [[7], [8], [7], [9], [7]]
+    body = GenerateBody(
+        input_ids=prompts, sampling_params=params, rid=rids, return_logprob=True, cache_salt=[*"abcde"], extra_key="x"
+    )
     replies = await fleet.generate(body)
     assert tokens(replies) == [7, 8, 7, 7, 9, 7]
     assert (a.prompts, b.prompts) == ([[[7], [7], [7]]], [[[8], [9]]])
     assert [p.sampling_seed for p in a.bodies[0].sampling_params] == [0, 2, 4] and a.bodies[0].rid == ["0", "2", "4"]
-    assert b.bodies[0].return_logprob is True and b.bodies[0].model_fields_set == body.model_fields_set
+    assert (a.bodies[0].cache_salt, b.bodies[0].cache_salt) == (["a", "c", "e"], ["b", "d"])
+    assert b.bodies[0].return_logprob is True and b.bodies[0].extra_key == "x"
+    assert b.bodies[0].model_fields_set == body.model_fields_set
 
 
 async def test_prompts_go_to_the_engine_with_the_fewest_and_a_group_stays_together():
