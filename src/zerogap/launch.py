@@ -31,8 +31,8 @@ from zerogap.rollout.prompts import Data, open_data
 from zerogap.rollout.rewards import make_reward, open_reward
 from zerogap.supervise.interrupts import Interrupts
 from zerogap.trainer import checkpoint
+from zerogap.trainer.senders import open_sender
 from zerogap.trainer.trainer import Trainer
-from zerogap.weights.modes.ipc import IpcSender
 
 _DEATH_SECONDS = 1.0
 
@@ -115,11 +115,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
             model_folder=model_folder,
             engine=engine,
             trainer=trainer,
-            sender=IpcSender(
-                engine,
-                fingerprint=certificate.fingerprint if certificate.ok else None,
-                max_bucket_bytes=config.refit.max_bucket_bytes,
-            ),
+            sender=open_sender(config, engine, certificate.fingerprint if certificate.ok else None),
             placement=Disaggregated(engine) if config.placement.kind == "disaggregated" else Colocated(engine, trainer),
             data=data,
             reward=reward,

@@ -19,7 +19,7 @@ from zerogap.rollout.collect import CollectSettings, collect
 from zerogap.rollout.evaluate import evaluate
 from zerogap.rollout.prompts import Data
 from zerogap.rollout.rewards import Reward
-from zerogap.supervise.threads import in_daemon_thread
+from zerogap.threads import in_daemon_thread
 from zerogap.trainer import checkpoint
 from zerogap.trainer.publish import published_weights
 from zerogap.trainer.trainer import Trainer

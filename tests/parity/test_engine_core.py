@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 from support.fake_core import served
+from support.modes import SENDERS
 from support.scoring import random_ids, score_packed
 from support.tiny import TINY_QWEN3, tiny_decoder, tiny_folder
 
@@ -44,8 +45,8 @@ def trainer(seed):
     return tiny_decoder(TINY_QWEN3, seed=seed)
 
 
-def sender(client, **options):
-    return IpcSender(client, fingerprint=None, max_bucket_bytes=BUCKET_BYTES, **options)
+def sender(client, mode="ipc"):
+    return SENDERS[mode](client, fingerprint=None, max_bucket_bytes=BUCKET_BYTES)
 
 
 def prompts(count=4, longest=90):
@@ -80,14 +81,15 @@ async def test_samples_over_http_have_the_trainers_logprobs(folder):
         assert all(r.cached_tokens == (len(ids[i // 3]) - 1) // 16 * 16 for i, r in enumerate(again))
 
 
-async def test_after_each_refit_the_engine_is_the_new_trainer_and_finds_no_old_block(folder):
-    """C12, C1: every refit by shared memory; cached tokens of the first prompt are 0 again."""
+@pytest.mark.parametrize("mode", sorted(SENDERS))
+async def test_after_each_refit_the_engine_is_the_new_trainer_and_finds_no_old_block(folder, mode):
+    """C12, C1: in every transfer mode the gap is 0.0; cached tokens of the first prompt are 0 again."""
     async with engine(folder) as client:
         ids = prompts()
         for version in (1, 2, 3):
             decoder = trainer(version)
             report = await refit_and_continue(
-                client, sender(client), decoder.hf_tensors(), version, deadline_seconds=60, pause="retract"
+                client, sender(client, mode), decoder.hf_tensors(), version, deadline_seconds=60, pause="retract"
             )
             assert report.num_buckets > 1
             replies = await client.generate(body(ids))

@@ -14,21 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerogap.errors import EngineRejected, EngineStateError, StaleWeights, TransferFailed
+from zerogap.errors import EngineRejected, EngineStateError, StaleWeights, TransferFailed, ZerogapError
+from zerogap.threads import in_daemon_thread
 from zerogap.weights.arrival import Destination
+from zerogap.weights.groups import join
+from zerogap.weights.handshake import communication_settings
 from zerogap.weights.manifest import combined_digest, tensor_bytes, tensor_digests
 from zerogap.weights.modes import open_receiver
 from zerogap.weights.transfer import WeightReceiver
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
-ALWAYS = {"server_info", "weights_checker:manifest"}
+ALWAYS = {
+    "server_info",
+    "weights_checker:manifest",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+}
 RECOVERY = {"pause_generation", "flush_cache", "begin_weight_update"}
 """What a new refit does to an engine whose last one did not end well; pausing and flushing do not change that state."""
 LEGAL = {
-    "running": {"pause_generation", "generate"},
+    "running": {"pause_generation", "generate", "weights_checker:checksum"},
     "paused": {"pause_generation", "flush_cache", "continue_generation"},
     "flushed": {"pause_generation", "flush_cache", "begin_weight_update"},
-    "updating": {"update_weights_from_tensor", "end_weight_update", *RECOVERY},
+    "updating": {"update_weights_from_tensor", "update_weights_from_distributed", "end_weight_update", *RECOVERY},
     "ended": {"weights_checker:checksum", *RECOVERY},
     "proven": {"update_weight_version", *RECOVERY},
     "ready": {"weights_checker:checksum", "continue_generation", "pause_generation", "flush_cache"},
@@ -50,6 +58,7 @@ class EngineDouble:
     ) -> None:
         self.hold({name: tensor.clone() for name, tensor in weights.items()})
         self.fingerprint, self.state = fingerprint, state
+        self.communication = communication_settings()
         self.calls: list[str] = []
         self.version = 0
         self.fail_in = self.hang_in = self.flip_after_end = ""
@@ -69,13 +78,19 @@ class EngineDouble:
 
     async def server_info(self) -> Any:
         await self._enter("server_info")
-        return SimpleNamespace(manifest_digest=self.manifest.digest, fingerprint=self.fingerprint)
+        return SimpleNamespace(
+            engine="double",
+            manifest_digest=self.manifest.digest,
+            fingerprint=self.fingerprint,
+            communication=self.communication,
+            weight_version=self.version,
+        )
 
     async def pause_generation(self, mode: str) -> None:
         await self._enter("pause_generation")
         self.state = "paused" if self.state in SERVABLE else self.state
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, timeout_seconds: float = 0.0) -> None:
         await self._enter("flush_cache")
         self.state = "flushed" if self.state in SERVABLE else self.state
 
@@ -90,12 +105,35 @@ class EngineDouble:
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self._enter("update_weights_from_tensor")
+        self._load(header)
+
+    def _load(self, header: BucketHeader) -> None:
         self.state = "failed"
         assert self.receiver is not None
         for name, tensor in self.receiver.receive(header):
             self.on_tensor(name)
             self.weights[name].copy_(tensor)
         self.state = "updating"
+
+    num_ranks = 1
+
+    async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
+        await self._enter("init_weights_update_group")
+        joined = await in_daemon_thread(lambda: join(group, rank_offset, deadline_seconds=20.0), name="join-group")
+        self.destination.groups.adopt(joined)
+
+    async def update_weights_from_distributed(self, header: BucketHeader) -> None:
+        """In a thread, as a real engine: the sender broadcasts meanwhile."""
+        try:
+            await self._enter("update_weights_from_distributed")
+            await in_daemon_thread(lambda: self._load(header), name="engine-double")
+        except ZerogapError:
+            self.destination.groups.leave(header.group_name)
+            raise
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._enter("destroy_weights_update_group")
+        self.destination.groups.leave(group_name)
 
     async def end_weight_update(self) -> None:
         await self._enter("end_weight_update")

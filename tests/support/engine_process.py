@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
+
 from zerogap.errors import EngineUnreachable, ZerogapError, from_wire
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
 ANSWER_SECONDS = 20.0
 
@@ -58,7 +60,7 @@ class EngineProcess:
     async def pause_generation(self, mode: str) -> None:
         await self.call("pause_generation", mode)
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, timeout_seconds: float = 0.0) -> None:
         await self.call("flush_cache")
 
     async def begin_weight_update(self, plan: TransferPlan) -> None:
@@ -66,6 +68,17 @@ class EngineProcess:
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self.call("update_weights_from_tensor", header.model_dump(mode="json"))
+
+    num_ranks = 1
+
+    async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
+        await self.call("init_weights_update_group", group.model_dump(mode="json"), rank_offset)
+
+    async def update_weights_from_distributed(self, header: BucketHeader) -> None:
+        await self.call("update_weights_from_distributed", header.model_dump(mode="json"))
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self.call("destroy_weights_update_group", group_name)
 
     async def end_weight_update(self) -> None:
         await self.call("end_weight_update")
@@ -119,19 +132,32 @@ def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-_PROBES = {"mapped": _mapped, "open_files": _open_files}
+def _resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def _threads() -> int:
+    return psutil.Process().num_threads()
+
+
+_PROBES = {"mapped": _mapped, "open_files": _open_files, "resident": _resident, "threads": _threads}
 
 
 async def _answer(engine: Any, verb: str, arguments: list[Any]) -> dict[str, Any]:
     parsers = {
         "begin_weight_update": TransferPlan.model_validate,
         "update_weights_from_tensor": BucketHeader.model_validate,
+        "update_weights_from_distributed": BucketHeader.model_validate,
     }
     parse = parsers.get(verb, lambda value: value)
     try:
         if verb == "failure":
             failure = engine.failure
             return {"value": None if failure is None else failure.what}
+        if verb == "init_weights_update_group":
+            group, rank_offset = arguments
+            await engine.init_weights_update_group(UpdateGroup.model_validate(group), rank_offset=rank_offset)
+            return {"value": None}
         if verb in _PROBES:
             return {"value": _PROBES[verb]()}
         value = await getattr(engine, verb)(*map(parse, arguments))

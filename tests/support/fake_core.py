@@ -33,6 +33,7 @@ from zerogap.engine.state import StateMachine
 from zerogap.errors import EngineRejected, EngineStateError, RolloutError, TransferFailed, ZerogapError
 from zerogap.model.tokenizer import Tokenizer
 from zerogap.types import Alternatives, FinishReason, TokenRecord
+from zerogap.weights.groups import Groups
 
 VOCAB_SIZE = 64
 MAX_CONTEXT = 256
@@ -102,6 +103,7 @@ class FakeCore:
         self.weight_version = 0
         self.live: dict[str, _Live] = {}
         self.calls: list[str] = []
+        self.groups = Groups()
         self.die_at_next_step = False
         self.stalled = 0.0
         self._orders: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -266,6 +268,17 @@ class FakeCore:
 
     def _begin_weight_update(self, selector: str, plan: Any) -> dict[str, Any]:
         return self._plain("begin_weight_update" if plan is not None else "begin_weight_update(no plan)")
+
+    def _groups(self, act: Any) -> dict[str, Any]:
+        return {"found": act(self.groups)}
+
+    def _load_weights(
+        self, call: str, act: Any, weight_version: int | None, abort_all_requests: bool
+    ) -> dict[str, Any]:
+        del act, abort_all_requests
+        self._check(call)
+        self.weight_version = self.weight_version if weight_version is None else weight_version
+        return {}
 
     def _load_bucket(self, header: Any, weight_version: int | None, abort_all_requests: bool) -> dict[str, Any]:
         self._check("update_weights_from_tensor")

@@ -23,13 +23,6 @@ from zerogap.wire.routes import GET, ROUTES
 
 ABSENT = [route for route in ROUTES if route.absent]
 BODIES: dict[str, dict[str, Any]] = {
-    "init_weights_update_group": {
-        "master_address": "127.0.0.1",
-        "master_port": 29500,
-        "rank_offset": 1,
-        "world_size": 2,
-    },
-    "update_weights_from_distributed": {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]},
     "update_weights_from_ipc": {"zmq_handles": {"GPU-1": "ipc:///x"}},
     "pull_weights": {"local_checkpoint_dir": "/a", "source_dir": "/b", "target_version": 3},
     "load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
@@ -54,8 +47,8 @@ async def test_a_route_that_is_not_here_is_501_with_a_remedy_in_every_shape_that
 
 
 async def test_a_malformed_body_of_an_absent_route_is_still_a_400(engine):
-    response = await engine.http.post("/init_weights_update_group", json={"master_address": "x"})
-    assert response.status_code == 400 and "master_port" in response.json()["message"]
+    response = await engine.http.post("/pull_weights", json={"source_dir": "x"})
+    assert response.status_code == 400 and "target_version" in response.json()["message"]
 
 
 @pytest.mark.parametrize("engine", [{"step_seconds": 0.02}], indirect=True)

@@ -44,6 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "begin_weight_update": {"plan": PLAN.model_dump(mode="json")},
     "begin_weight_update(no plan)": {},
     "update_weights_from_tensor": {"bucket": HEADER.model_dump(mode="json")},
+    "update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[3]], "group_name": "g"},
     "update_weights_from_disk": {"model_path": "/models/x"},
     "end_weight_update": {},
     "update_weight_version": {"new_version": "3"},

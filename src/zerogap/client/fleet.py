@@ -12,13 +12,14 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from zerogap.client.spread import Group, PromptKey, in_order, part_of, prompt_groups
 from zerogap.errors import ConfigError, EngineUnreachable, ProtocolMismatch, StaleWeights, ZerogapError
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, RolloutEngine, ServerInfo, TagBytes
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -144,9 +145,9 @@ class EngineFleet:
     async def server_info(self) -> ServerInfo:
         """Of the first engine, once all agree on what a refit depends on. Raises ProtocolMismatch."""
         infos = await self._all(lambda e: e.server_info())
-        for field in ("manifest_digest", "fingerprint", "weight_version"):
+        for field in ("manifest_digest", "fingerprint", "weight_version", "communication"):
             values = {info.engine: getattr(info, field) for info in infos}
-            if len(set(values.values())) > 1:
+            if any(value != getattr(infos[0], field) for value in values.values()):
                 raise ProtocolMismatch(
                     f"the engines differ in {field}: {values}",
                     remedy="start all engines with one model, one dtype, one thread count, and refit them together",
@@ -176,6 +177,22 @@ class EngineFleet:
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self._all(lambda e: e.update_weights_from_tensor(header))
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(member.engine.num_ranks for member in self._live())
+
+    async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
+        """Each engine's ranks follow those of the engine before it."""
+        engines = [member.engine for member in self._live()]
+        first = dict(zip(engines, accumulate((e.num_ranks for e in engines), initial=rank_offset), strict=False))
+        await self._all(lambda e: e.init_weights_update_group(group, rank_offset=first[e]))
+
+    async def update_weights_from_distributed(self, header: BucketHeader) -> None:
+        await self._all(lambda e: e.update_weights_from_distributed(header))
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._all(lambda e: e.destroy_weights_update_group(group_name))
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         await self._commit(version, lambda e: e.update_weights_from_disk(path, version))

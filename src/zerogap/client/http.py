@@ -24,7 +24,7 @@ from zerogap.wire import codec
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, ServerInfo
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
 from zerogap.wire.routes import BY_NAME, POST, Route
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
 _PAUSES_SECONDS = (0.1, 0.3)
 """Before each further attempt of a call that may be repeated; give or take a half, so that many callers spread out."""
@@ -190,12 +190,25 @@ class EngineClient:
 
     # --- weights
 
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
     async def begin_weight_update(self, plan: TransferPlan) -> None:
         await self._update("begin_weight_update", {"selector": "all", "plan": plan.model_dump(mode="json")})
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         body = {"bucket": header.model_dump(mode="json"), "flush_cache": False, "abort_all_requests": False}
         await self._update("update_weights_from_tensor", body)
+
+    async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
+        await self._call("init_weights_update_group", group.model_dump(mode="json") | {"rank_offset": rank_offset})
+
+    async def update_weights_from_distributed(self, header: BucketHeader) -> None:
+        await self._update("update_weights_from_distributed", codec.distributed_body(header))
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._call("destroy_weights_update_group", {"group_name": group_name})
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Flushes too. `auto`: a stock engine that began without weights would not know how to read them."""

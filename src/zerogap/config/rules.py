@@ -212,6 +212,17 @@ def _ipc_is_local(c: RunConfig, given: Given) -> str | None:
     return None
 
 
+@_rule("refit.mode", "placement.kind")
+def _broadcast_needs_devices(c: RunConfig, given: Given) -> str | None:
+    del given
+    if c.refit.mode in ("broadcast", "broadcast_packed") and c.placement.kind == "colocated":
+        return (
+            f"refit.mode={c.refit.mode!r} with placement.kind='colocated': a group wants each rank on a device of its "
+            "own: use refit.mode='ipc', or placement.kind='disaggregated'"
+        )
+    return None
+
+
 @_rule("engine.urls", "engine.num_kv_tokens", "data.max_prompt_tokens", "sampling.max_new_tokens")
 def _room_in_cache(c: RunConfig, given: Given) -> str | None:
     del given

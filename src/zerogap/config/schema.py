@@ -140,7 +140,10 @@ class NumericsSettings(Section):
 
 
 class RefitSettings(Section):
-    mode: Annotated[Literal["ipc"], Field(description="transfer mode; ipc: shared memory on one host")] = "ipc"
+    mode: Annotated[
+        Literal["ipc", "broadcast", "broadcast_packed"],
+        Field(description="transfer mode (docs/refit.md); ipc: shared memory on one host"),
+    ] = "ipc"
     max_bucket_bytes: Annotated[int, Field(ge=1 << 20, description="weights that travel together")] = 256 << 20
     deadline_seconds: Annotated[float, Field(gt=0, description="for one whole refit")] = 120.0
 

@@ -67,7 +67,7 @@ class ControlRoutes:
                 "pickled serialized_named_tensors are not accepted: unpickling executes code",
                 remedy="send `bucket` (docs/wire.md), or use update_weights_from_disk",
             )
-        number = _version(body.weight_version)
+        number = version_of(body.weight_version)
         await call(
             self.core,
             "load_bucket",
@@ -75,10 +75,10 @@ class ControlRoutes:
             weight_version=number,
             abort_all_requests=body.abort_all_requests,
         )
-        return success(f"Loaded bucket {body.bucket.index}." + _relabelled(number))
+        return success(f"Loaded bucket {body.bucket.index}." + relabelled(number))
 
     async def update_weights_from_disk(self, body: messages.UpdateFromDiskBody, _: Request) -> Response:
-        number = _version(body.weight_version)
+        number = version_of(body.weight_version)
         await call(
             self.core,
             "update_weights_from_disk",
@@ -87,14 +87,14 @@ class ControlRoutes:
             abort_all_requests=body.abort_all_requests,
         )
         self.model_path = body.model_path
-        return success("Succeeded to update model weights." + _relabelled(number), num_paused_requests=0)
+        return success("Succeeded to update model weights." + relabelled(number), num_paused_requests=0)
 
     async def end_weight_update(self, body: messages.EmptyBody, _: Request) -> Response:
         await call(self.core, "end_weight_update")
         return success("Weight update session closed.")
 
     async def update_weight_version(self, body: messages.UpdateVersionBody, _: Request) -> Response:
-        number = _version(body.new_version)
+        number = version_of(body.new_version)
         aborts = self.options.version_update_aborts if body.abort_all_requests is None else body.abort_all_requests
         await call(self.core, "update_weight_version", new_version=number, abort_all_requests=aborts)
         return success(f"Weight version updated to {number}", new_version=body.new_version)
@@ -108,11 +108,11 @@ class ControlRoutes:
         return json_reply({"success": True, "message": "ok", **reply})
 
 
-def _relabelled(number: int | None) -> str:
+def relabelled(number: int | None) -> str:
     return "" if number is None else f" Weight version updated to {number}."
 
 
-def _version(value: str | None) -> int | None:
+def version_of(value: str | None) -> int | None:
     if value is None:
         return None
     with suppress(ValueError):

@@ -32,6 +32,8 @@ from zerogap.engine.weights import EngineWeights
 from zerogap.errors import ConfigError, EngineUnreachable, RolloutError, ZerogapError
 from zerogap.model.registry import parse_device, parse_dtype
 from zerogap.types import FinishReason
+from zerogap.weights.groups import Groups
+from zerogap.weights.handshake import communication_settings
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -351,11 +353,20 @@ class EngineCore:
     def _do_load_bucket(
         self, header: BucketHeader, weight_version: int | None = None, abort_all_requests: bool = False
     ) -> dict[str, Any]:
-        self._check("update_weights_from_tensor")
+        call = "update_weights_from_tensor"
+        return self._do_load_weights(call, lambda weights: weights.load(header), weight_version, abort_all_requests)
+
+    def _do_load_weights(
+        self, call: str, act: Callable[[EngineWeights], None], weight_version: int | None, abort_all_requests: bool
+    ) -> dict[str, Any]:
+        self._check(call)
         self._abort_if(abort_all_requests)
-        self._guarded("update_weights_from_tensor", lambda: self.weights.load(header))
+        self._guarded(call, lambda: act(self.weights))
         self._relabel(weight_version)
         return {}
+
+    def _do_groups(self, act: Callable[[Groups], bool]) -> dict[str, Any]:
+        return {"found": act(self.weights.groups)}
 
     def _do_end_weight_update(self) -> dict[str, Any]:
         self._guarded("end_weight_update", self.weights.end)
@@ -422,6 +433,7 @@ class EngineCore:
             "memory": memory,
             "rss_bytes": use.rss_bytes,
             "num_threads": self._num_threads,
+            "communication": communication_settings(),
         }
 
 

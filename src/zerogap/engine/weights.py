@@ -19,10 +19,12 @@ from zerogap.model.config import ModelConfig
 from zerogap.model.decoder import Decoder
 from zerogap.model.registry import read_config
 from zerogap.weights.arrival import Destination
+from zerogap.weights.groups import Groups
 from zerogap.weights.manifest import Manifest, combined_digest, differing_names, name_some, tensor_digests
 from zerogap.weights.modes import open_receiver
+from zerogap.weights.modes.broadcast import check_known, receive_unplanned
 from zerogap.weights.transfer import WeightReceiver
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TensorSpec, TransferPlan
 
 
 class EngineWeights:
@@ -33,8 +35,14 @@ class EngineWeights:
         self._destination = Destination.of(self.tensors)
         self.complete = True
         self._receiver: WeightReceiver | None = None
+        self._missing: set[str] = set()
+        """What a session without a plan must bring, because it was lost before."""
         self._snapshot: dict[str, str] | None = None
         decoder.prepack()
+
+    @property
+    def groups(self) -> Groups:
+        return self._destination.groups
 
     @property
     def manifest(self) -> Manifest:
@@ -43,6 +51,7 @@ class EngineWeights:
     def begin(self, plan: TransferPlan | None) -> None:
         """Opens a session. Raises before anything has changed if the plan is not for these weights."""
         self._close()
+        self._missing = set() if self.complete else set(self.tensors)
         if plan is not None:
             receiver = open_receiver(plan.mode, self._destination)
             receiver.prepare(plan)
@@ -61,14 +70,28 @@ class EngineWeights:
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize()  # the sender fills its segment again as soon as this call is answered
 
+    @torch.no_grad()
+    def load_unplanned(self, specs: Sequence[TensorSpec], group_name: str, *, flattened: bool) -> None:
+        """Copies in what a stock client broadcasts. There are no digests: what arrives is believed."""
+        if self._receiver is not None:
+            raise TransferFailed(
+                "the session has a plan, and these tensors come without a bucket",
+                remedy="give `bucket`, or call begin_weight_update without a plan",
+            )
+        check_known(specs, self.manifest)
+        self.lose()
+        for spec, tensor in receive_unplanned(self.groups.get(group_name), specs, flattened=flattened):
+            self.tensors[spec.name].copy_(tensor)
+            self._missing.discard(spec.name)
+
     def end(self) -> None:
         """Makes the serving copies. Raises TransferFailed if the session did not leave a whole set."""
         try:
             if self._receiver is not None:
                 self._receiver.finish()
-            elif not self.complete:
+            elif self._missing:
                 raise TransferFailed(
-                    "the session brought no weights, and the engine's own were lost",
+                    f"the engine's weights were lost, and the session did not bring {name_some(sorted(self._missing))}",
                     remedy="open a session with a plan and send every weight, or call update_weights_from_disk",
                 )
         finally:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from zerogap.errors import TransferFailed
+from zerogap.weights.groups import Groups
 from zerogap.weights.manifest import Manifest, dtype_of, name_some, spec_bytes, tensor_digest
 from zerogap.wire.tensors import BucketHeader, TensorEntry, TransferMode, TransferPlan
 
@@ -22,10 +23,14 @@ RESEND = "start the refit again; if it happens twice, suspect this host's memory
 
 @dataclass(frozen=True)
 class Destination:
-    """What a receiver fills: the weights of one engine rank. `manifest` is theirs: nothing else can arrive."""
+    """What a receiver fills: the weights of one engine rank. `manifest` is theirs: nothing else can arrive.
+
+    `groups` are those that the rank has joined, and keeps from one session to the next.
+    """
 
     tensors: Mapping[str, Tensor]
     manifest: Manifest
+    groups: Groups = field(default_factory=Groups)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Destination:

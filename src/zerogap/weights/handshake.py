@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zerogap.errors import ManifestMismatch, ParityError
+from zerogap.errors import ConfigError, ManifestMismatch, ParityError
 from zerogap.weights.manifest import Manifest
 from zerogap.wire.tensors import TensorSpec, TransferMode, TransferPlan
 
 if TYPE_CHECKING:
     from zerogap.wire.api import RolloutEngine
+
+SETTINGS = (
+    "GLOO_DEVICE_TRANSPORT",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_COMM_BLOCKING",
+    "NCCL_CROSS_NIC",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_NET_PLUGIN",
+    "NCCL_NTHREADS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "UCX_NET_DEVICES",
+    "UCX_PROTO_ENABLE",
+    "UCX_TLS",
+)
+"""Environment variables that all ranks must agree on: with two values the first transfer hangs or breaks."""
+
+
+def communication_settings() -> dict[str, str]:
+    """Those of this process that are set; an engine states them in its server_info."""
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 async def agree(
@@ -21,10 +53,12 @@ async def agree(
     fingerprint: str | None,
     max_bucket_bytes: int,
     deadline_seconds: float,
+    settings: Sequence[str] = (),
 ) -> TransferPlan:
     """Asks the engine who it is and refuses another manifest or fingerprint. The plan of a new session.
 
-    Raises ManifestMismatch, naming names, or ParityError; the engine is as it was.
+    `settings`: the environment variables that are compared too. Raises ManifestMismatch, naming names, ParityError or
+    ConfigError; the engine is as it was.
     """
     info = await engine.server_info()
     if info.manifest_digest != manifest.digest:
@@ -35,6 +69,8 @@ async def agree(
             remedy="give both sides the same dtype, thread count and library versions, or set numerics.on_gap to "
             "warn to train without the parity claim",
         )
+    if settings:
+        _compare_settings(info.engine, info.communication, settings)
     return TransferPlan(
         session_id=secrets.token_hex(8),
         mode=mode,
@@ -55,3 +91,17 @@ async def _name_the_difference(engine: RolloutEngine, manifest: Manifest) -> Non
         "the engine's manifest digest differs although it lists the same weights",
         remedy="engine and trainer run different versions of zerogap: install one version on both sides",
     )
+
+
+def _compare_settings(engine: str, theirs: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises ConfigError that names each variable in which an engine and this process differ, and both values."""
+    ours = communication_settings()
+    differ = [
+        f"{name} is {theirs.get(name, 'not set')} in {engine} and {ours.get(name, 'not set')} in the trainer"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differ:
+        raise ConfigError(
+            "; ".join(differ), remedy="set it alike where the trainer and where the engine are started, or nowhere"
+        )

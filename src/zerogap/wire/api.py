@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from zerogap.errors import ProtocolMismatch
 from zerogap.types import FinishReason
 from zerogap.wire.messages import CheckerAction, GenerateBody, MemoryTag, PauseMode, SamplingBody
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
 __all__ = [
     "CheckerAction",
@@ -97,7 +97,8 @@ class MemoryReport:
 class ServerInfo:
     """Who an engine is. `manifest_digest` and `fingerprint` are None for an engine that does not state them.
 
-    `memory` holds the resident bytes per tag; `raw` the whole reply.
+    `memory` holds the resident bytes per tag; `communication` the environment variables that a group must agree on, as
+    far as they are set; `raw` the whole reply.
     """
 
     engine: str
@@ -110,11 +111,17 @@ class ServerInfo:
     fingerprint: str | None
     memory: Mapping[str, int]
     rss_bytes: int
+    communication: Mapping[str, str] = field(default_factory=dict)
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):
     """One engine, or several that act as one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes hold weights, all engines together."""
+        ...
 
     async def generate(self, body: GenerateBody, *, deadline_seconds: float | None = None) -> list[GenerateReply]:
         """All responses, prompt by prompt and for each prompt sample by sample."""
@@ -139,6 +146,16 @@ class RolloutEngine(Protocol):
     async def begin_weight_update(self, plan: TransferPlan) -> None: ...
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None: ...
+
+    async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
+        """Joins; returns once every rank of the group has. The engine's ranks are `rank_offset` and up."""
+        ...
+
+    async def update_weights_from_distributed(self, header: BucketHeader) -> None:
+        """Receives the bucket from rank 0 of the header's group, which broadcasts while this call is open."""
+        ...
+
+    async def destroy_weights_update_group(self, group_name: str) -> None: ...
 
     async def update_weights_from_disk(self, path: str, version: int) -> None: ...
 

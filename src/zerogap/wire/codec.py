@@ -20,6 +20,7 @@ from zerogap.types import Alternatives, FinishReason, TokenRecord
 from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
 from zerogap.wire.messages import GenerateBody, SamplingBody
 from zerogap.wire.stock_errors import stock_error
+from zerogap.wire.tensors import BucketHeader
 
 DONE = "[DONE]"
 
@@ -334,8 +335,22 @@ def read_server_info(data: Mapping[str, Any], name: str) -> ServerInfo:
             fingerprint=ours.get("fingerprint"),
             memory=ours.get("memory", {}),
             rss_bytes=ours.get("rss_bytes", 0),
+            communication=ours.get("communication", {}),
             raw=data,
         )
+
+
+def distributed_body(header: BucketHeader) -> dict[str, Any]:
+    """Of `/update_weights_from_distributed`: SGLang's lists, and ours beside them."""
+    return {
+        "names": [entry.name for entry in header.entries],
+        "dtypes": [entry.dtype for entry in header.entries],
+        "shapes": [list(entry.shape) for entry in header.entries],
+        "group_name": header.group_name,
+        "flush_cache": False,
+        "abort_all_requests": False,
+        "bucket": header.model_dump(mode="json"),
+    }
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

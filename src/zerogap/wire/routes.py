@@ -189,6 +189,36 @@ ROUTES: tuple[Route, ...] = (
         "`serialized_named_tensors` are refused: unpickling executes code. Nothing is flushed: begin does that.",
     ),
     Route(
+        "init_weights_update_group",
+        "/init_weights_update_group",
+        (POST,),
+        "`{success, message}`, once every rank of the group is there",
+        transfer_messages.InitGroupBody,
+        body_required=True,
+        ours="A group of a name that exists replaces it. Ranks that are not all there within 30 s are an error, and a "
+        "backend that the engine's device cannot use is one at once. Generation goes on meanwhile.",
+    ),
+    Route(
+        "update_weights_from_distributed",
+        "/update_weights_from_distributed",
+        (POST,),
+        "`{success, message}`",
+        transfer_messages.UpdateFromDistributedBody,
+        body_required=True,
+        ours="In a session with a plan, `bucket` gives each tensor's place and digest, which are checked. Without "
+        "one, `load_format` null or `flattened_bucket` are SGLang's, nothing can be proven, and a session over weights "
+        "that were lost ends well only if every weight arrived. After a failure the engine has left the group, so that "
+        "no rank waits for it. Nothing is flushed: begin does that.",
+    ),
+    Route(
+        "destroy_weights_update_group",
+        "/destroy_weights_update_group",
+        (POST,),
+        "`{success, message}`; 400 where there is no such group",
+        transfer_messages.DestroyGroupBody,
+        body_required=True,
+    ),
+    Route(
         "update_weights_from_disk",
         "/update_weights_from_disk",
         (POST,),
@@ -308,21 +338,6 @@ ROUTES: tuple[Route, ...] = (
         admin_messages.ConfigureLoggingBody,
         idempotent=True,
         ours="`log_level` only: asking for logs or dumps of requests is refused.",
-    ),
-    _absent(
-        "init_weights_update_group",
-        "send the weights in buckets, with update_weights_from_tensor",
-        body=transfer_messages.InitGroupBody,
-    ),
-    _absent(
-        "destroy_weights_update_group",
-        "there is no group: nothing is left to destroy",
-        body=transfer_messages.DestroyGroupBody,
-    ),
-    _absent(
-        "update_weights_from_distributed",
-        "send the weights in buckets, with update_weights_from_tensor",
-        body=transfer_messages.UpdateFromDistributedBody,
     ),
     _absent(
         "update_weights_from_ipc",

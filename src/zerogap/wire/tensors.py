@@ -16,6 +16,9 @@ ALIGNMENT_BYTES = 64
 SEGMENT_PREFIX = "zerogap-"
 """Of every shared-memory name we make; a receiver opens no other."""
 
+DEFAULT_GROUP = "weight_update_group"
+"""SGLang's default. One name is enough: an engine has one trainer, and a new group replaces the one before."""
+
 Count = Annotated[int, Field(ge=0)]
 Dtype = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="torch's name without `torch.`")]
 TransferMode = Literal["shared", "ipc", "broadcast", "broadcast_packed", "p2p", "disk_delta"]
@@ -60,16 +63,27 @@ class CudaHandle(_Frozen):
 class BucketHeader(_Frozen):
     """Tensors that travel together. `index` counts the buckets of a session from 0.
 
-    In mode ipc `shm_name` is the shared memory that holds them, or `cuda` the memory on a GPU; in other modes they come
-    another way.
+    What brings them: in mode ipc `shm_name` is the shared memory that holds them, or `cuda` the memory on a GPU; in the
+    broadcast modes `group_name` is the group.
     """
 
     session_id: str
     index: Count
     shm_name: Annotated[str | None, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")] = None
     cuda: CudaHandle | None = None
+    group_name: str | None = None
     num_bytes: Count
     entries: tuple[TensorEntry, ...]
+
+
+class UpdateGroup(_Frozen):
+    """A communication group of the trainer, rank 0, and every engine rank: where they meet, and how many they are."""
+
+    master_address: str
+    master_port: Annotated[int, Field(gt=0, le=65535)]
+    world_size: Annotated[int, Field(gt=1)]
+    group_name: str = DEFAULT_GROUP
+    backend: Literal["gloo", "nccl"]
 
 
 class TransferPlan(_Frozen):

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from zerogap.wire.messages import Body, Selector
+from zerogap.wire.tensors import DEFAULT_GROUP, BucketHeader
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0)]
-DEFAULT_GROUP = "weight_update_group"
 
 
 class InitGroupBody(Body):
@@ -29,6 +29,8 @@ class DestroyGroupBody(Body):
 
 
 class UpdateFromDistributedBody(Body):
+    """`bucket` is ours: the tensors with places and digests, of a session with a plan. The lists then say the same."""
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[Count]]
@@ -39,6 +41,7 @@ class UpdateFromDistributedBody(Body):
     weight_version: str | None = None
     selector: Selector = "all"
     torch_empty_cache: bool = False
+    bucket: Annotated[BucketHeader | None, Field(strict=False)] = None
 
 
 class UpdateFromIpcBody(Body):

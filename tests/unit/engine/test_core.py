@@ -202,7 +202,7 @@ def test_weights_that_came_back_empty_never_serve(core, folder):
     with pytest.raises(EngineStateError, match="stale"):
         control(core, "continue_generation")
     control(core, "begin_weight_update", selector="all", plan=None)
-    with pytest.raises(TransferFailed, match="brought no weights"):
+    with pytest.raises(TransferFailed, match="the session did not bring"):
         control(core, "end_weight_update")
     with pytest.raises(EngineStateError, match="failed"):
         control(core, "continue_generation")

@@ -6,9 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.engine_double import EngineDouble, flip_one_byte, odd_tensors
+from support.modes import SENDERS
 from support.tiny import TINY, TINY_QWEN2, TINY_UNTIED, tiny_decoder
 
 from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
@@ -20,8 +22,6 @@ from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.session import refit
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
-SENDERS = {"ipc": IpcSender}
-"""The parametrised half of this file runs for each; what is peculiar to one mode stands in a file of its own."""
 DEADLINE = 30.0
 
 
@@ -71,12 +71,27 @@ async def test_twenty_refits_in_a_row_work_and_leave_nothing_behind(mode):
     assert mapped_segments() == {}
 
 
-async def test_a_refit_maps_at_most_two_buckets(mode):
+async def test_a_refit_takes_at_most_two_buckets_of_memory(mode):
+    """With a tensor that is larger than the bound, both sides in this process; the rest of it is for sockets."""
+    bound = 4 << 20
+    tensors = {f"t{i}": torch.full((512 << 10,), float(i)) for i in range(32)}
+    tensors["large"] = torch.zeros(2 << 20)
+    engine, sender = make(mode, tensors, max_bucket_bytes=bound)
+    await refit(engine, sender, tensors, 1, deadline_seconds=DEADLINE, pause="abort")
+    process = psutil.Process()
+    before, seen = process.memory_info().rss, [0]
+    engine.on_tensor = lambda _: seen.append(process.memory_info().rss - before)
+    await refit(engine, sender, tensors, 2, deadline_seconds=DEADLINE, pause="abort")
+    assert len(seen) == len(tensors) + 1
+    assert max(seen) <= 2 * tensors["large"].nbytes + 2 * bound
+
+
+async def test_shared_memory_is_at_most_two_buckets():
     """Also when a tensor is larger than the bound and the shared memory has to grow."""
     bound = 128 << 10
     tensors = {f"t{i}": torch.full((16 << 10,), float(i)) for i in range(16)}
     tensors["large"] = torch.zeros(64 << 10)
-    engine, sender = make(mode, tensors, max_bucket_bytes=bound)
+    engine, sender = make("ipc", tensors, max_bucket_bytes=bound)
     seen: list[dict[str, int]] = []
     engine.on_tensor = lambda _: seen.append(mapped_segments())
     await refit(engine, sender, tensors, 1, deadline_seconds=DEADLINE, pause="abort")

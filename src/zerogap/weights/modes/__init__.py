@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 
 from zerogap.errors import TransferFailed
 from zerogap.weights.arrival import Destination
+from zerogap.weights.modes.broadcast import BroadcastReceiver
+from zerogap.weights.modes.broadcast_packed import PackedReceiver
 from zerogap.weights.modes.ipc import IpcReceiver
 from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import TransferMode
 
 RECEIVERS: Mapping[TransferMode, Callable[[Destination], WeightReceiver]] = {
+    "broadcast": BroadcastReceiver,
+    "broadcast_packed": PackedReceiver,
     "ipc": IpcReceiver,
 }
 

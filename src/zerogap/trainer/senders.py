@@ -1,0 +1,44 @@
+"""The only place that makes the sender of a run's transfer mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from zerogap.config.schema import RunConfig
+from zerogap.weights.groups import own_address
+from zerogap.weights.modes.broadcast import BroadcastSender
+from zerogap.weights.modes.broadcast_packed import PackedSender
+from zerogap.weights.modes.ipc import IpcSender
+from zerogap.weights.transfer import WeightSender
+from zerogap.wire.api import RolloutEngine
+from zerogap.wire.tensors import TransferMode
+
+Make = Callable[..., WeightSender]
+
+
+def open_sender(config: RunConfig, engine: RolloutEngine, fingerprint: str | None) -> WeightSender:
+    """`fingerprint` is the trainer's numerics certificate, or None to claim no parity."""
+    make = SENDERS[config.refit.mode](config)
+    return make(engine, fingerprint=fingerprint, max_bucket_bytes=config.refit.max_bucket_bytes)
+
+
+def _in_group(cls: Make, config: RunConfig) -> Make:
+    urls = [urlsplit(url) for url in config.engine.urls]
+    far = [url for url in urls if url.hostname not in (None, "127.0.0.1", "localhost", "::1")]
+    address = own_address(far[0].hostname or "", far[0].port or 80) if far else "127.0.0.1"
+    return partial(cls, address=address, backend="nccl" if config.model.device == "cuda" else "gloo")
+
+
+def _plain(cls: Make, config: RunConfig) -> Make:
+    del config
+    return cls
+
+
+SENDERS: Mapping[TransferMode, Callable[[RunConfig], Any]] = {
+    "broadcast": partial(_in_group, BroadcastSender),
+    "broadcast_packed": partial(_in_group, PackedSender),
+    "ipc": partial(_plain, IpcSender),
+}

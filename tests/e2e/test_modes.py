@@ -1,0 +1,20 @@
+"""The quickstart's task in every transfer mode: the same tokens, rewards and weights as the run that takes turns."""
+
+from __future__ import annotations
+
+import pytest
+from e2e.conftest import finish, run_folders
+from e2e.test_disaggregated import DISAGGREGATED, assert_same_run
+
+MODES = {
+    "broadcast": (DISAGGREGATED, "engine.count=2"),
+    "broadcast_packed": (DISAGGREGATED,),
+}
+"""Mode -> what it needs beside it. `ipc` is the mode of the other end-to-end tests."""
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_a_run_in_this_mode_is_the_run_that_takes_turns(mode, start, tmp_path, finished):
+    finish(start(f"refit.mode={mode}", *MODES[mode], steps=4))
+    (folder,) = run_folders(tmp_path)
+    assert_same_run(finished[0], folder, 4)
