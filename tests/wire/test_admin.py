@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import logging
@@ -129,6 +130,7 @@ async def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     core = EngineCore(folder, EngineSettings(num_kv_tokens=1024, threads=1))
     async with served(core, folder) as url, httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
         yield http
+    gc.unfreeze()
 
 
 async def generate(http: httpx.AsyncClient, count: int = 4) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -312,6 +313,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[tuple[Engine, list[Row]]]:
     ):
         yield Engine(core, http, folder, table), table
     await sender.close()
+    gc.unfreeze()
 
 
 async def walk(engine: tuple[Engine, list[Row]], work: str, states: Sequence[State]) -> None:
