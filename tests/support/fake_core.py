@@ -128,6 +128,7 @@ class FakeCore:
             "num_kv_tokens": 4096,
             "max_running": 256,
             "device": "cpu",
+            "memory": {tag: n * (self.machine.tags[tag] != "released") for tag, n in TAG_BYTES.items()},
             "seconds_stalled": self.stalled,
         }
 

@@ -70,6 +70,10 @@ async def test_loads_count_what_runs_and_what_waits(engine):
     assert reply["loads"][0]["queues"]["paused"] == 2 and "memory" not in reply["loads"][0]
     await engine.client.abort_request(abort_all=True)
     await running
+    await engine.client.release_memory_occupation(["weights"])
+    (load,) = (await engine.http.get("/v1/loads")).json()["loads"]
+    assert load["memory"]["weight_gb"] == 0 < load["memory"]["kv_cache_gb"]
+    assert "server_info" not in engine.core.calls, "polling costs the engine's thread nothing"
 
 
 @pytest.mark.parametrize(

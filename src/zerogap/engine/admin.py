@@ -35,7 +35,7 @@ class AdminRoutes:
             paused = status["num_waiting"] if status["state"] != "running" else 0
             load["queues"] = {"waiting": status["num_waiting"] - paused, "grammar": 0, "paused": paused, "retracted": 0}
         if wanted & {"memory", "all"}:
-            held = memory_gigabytes(await call(self.core, "server_info"))
+            held = memory_gigabytes(status)
             names = {"weight": "weight_gb", "kvcache": "kv_cache_gb", "graph": "graph_gb"}
             load["memory"] = {names.get(name, name): size for name, size in held.items()}
         return json_reply(

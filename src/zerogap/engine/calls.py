@@ -29,7 +29,8 @@ class Core(Protocol):
 
     def status(self) -> dict[str, Any]:
         """At once, without the core's thread: state, weight_version, num_running, num_waiting, num_used_tokens,
-        num_kv_tokens, max_running, device, seconds_stalled."""
+        num_kv_tokens, max_running, device, memory (bytes per tag that it has
+        not released), seconds_stalled."""
         ...
 
     def submit(self, request: GenerateRequest, sink: Callable[[RequestOutput], None]) -> None: ...

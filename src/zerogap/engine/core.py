@@ -102,6 +102,7 @@ class EngineCore:
             "num_kv_tokens": scheduler.num_tokens,
             "max_running": scheduler.max_running,
             "device": self.runner.decoder.device.type,
+            "memory": {t: self._memory.num_bytes(t) * (state != "released") for t, state in machine.tags.items()},
             "seconds_stalled": time.monotonic() - self._last_step if busy else 0.0,
         }
 

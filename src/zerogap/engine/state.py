@@ -166,6 +166,11 @@ class StateMachine:
         return self._now["generation"] == "paused"
 
     @property
+    def tags(self) -> dict[str, str]:
+        """The state of what each memory tag holds."""
+        return {tag: self._now[_axis(tag)] for tag in MEMORY_TAGS}
+
+    @property
     def may_sample(self) -> bool:
         """Whether the scheduler may run a step now."""
         now = self._now

@@ -280,8 +280,8 @@ ROUTES: tuple[Route, ...] = (
         (GET,),
         "`{timestamp, version, accelerator, num_accelerators, dp_rank_count, loads: [{num_running_reqs, ...}]}`",
         idempotent=True,
-        ours="`?include=` takes `core`, `memory`, `queues`, `all`; `spec`, `lora` and `disagg` add nothing. `?format=` "
-        "`json` only. Throughput and hit rate are not among the numbers.",
+        ours="Never waits for a step. `?include=` takes `core`, `memory`, `queues`, `all`; `spec`, `lora` and `disagg` "
+        "add nothing. `?format=` `json` only. Throughput and hit rate are not among the numbers.",
     ),
     Route(
         "get_load",
