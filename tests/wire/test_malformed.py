@@ -57,6 +57,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "abort_request": {"rid": "r", "abort_all": False},
     "pause_generation": {"mode": "retract"},
     "continue_generation": {"torch_empty_cache": False},
+    "chat_completions": {
+        "messages": [{"role": "user", "content": "1 2"}], "model": "m", "n": 1, "max_tokens": 2, "temperature": 1.0,
+        "top_p": 1.0, "seed": 1, "stop": ["x"], "stream": False, "logprobs": True, "top_logprobs": 1,
+        "logit_bias": {"5": 1.0}, "rid": "c", "stream_options": None, "chat_template_kwargs": {},
+    },
+    "completions": {
+        "prompt": [1, 5], "model": "m", "n": 1, "max_tokens": 2, "seed": 1, "logprobs": 1, "echo": False, "rid": "d",
+    },
+    "tokenize": {"prompt": "1 2", "add_special_tokens": True},
+    "detokenize": {"tokens": [1, 5], "skip_special_tokens": True},
     "release_memory_occupation": {"tags": ["kv_cache"]},
     "resume_memory_occupation": {"tags": ["kv_cache"]},
     "begin_weight_update": {
@@ -81,6 +91,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "weights_checker": {"action": "manifest"},
 }  # fmt: skip
 """A body of each route that its model accepts. A route that is not here is tried with every field of its model."""
+GENERATING = ("generate", "chat_completions", "completions", "tokenize", "detokenize")
 WITH_BODY = [route for route in ROUTES if POST in route.methods]
 
 
@@ -176,7 +187,7 @@ async def test_one_nasty_value_in_any_place_of_any_body_is_an_answer_and_never_a
                 fault = f"status {response.status_code}"
             if fault:
                 faults.append((route.name, content[:200], fault))
-            if response.status_code == 200 and route.name != "generate":
+            if response.status_code == 200 and route.name not in GENERATING:
                 await make_whole(http, tmp_path / "model")
     assert faults == []
     assert num_refused > 1000

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_core import served
+from support.fake_core import letter_tokenizer, served
 from support.tiny import tiny_decoder, tiny_folder
 from unit.engine.test_state import at, reachable, split
 
@@ -39,6 +39,9 @@ GENERATE = {
     "sampling_params": {"max_new_tokens": 3, "sampling_seed": 7, "ignore_eos": True},
     "pause_wait_seconds": 0,
 }
+_SHORT = {"max_tokens": 3, "seed": 7, "ignore_eos": True, "pause_wait_seconds": 0}
+CHAT = {"input_ids": [1, 5, 9], **_SHORT}
+COMPLETION = {"prompt": [1, 5, 9], **_SHORT}
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
     ]
     return [
         Row("generate", GENERATE, _keys("output_ids", "meta_info"), status=_generates),
+        Row("chat_completions", CHAT, _keys("choices", "usage"), status=_generates),
+        Row("completions", COMPLETION, _keys("choices", "usage"), status=_generates),
+        Row("models", None, _keys("data"), status=lambda _: 200),
+        Row("model", status=lambda _: 404),
+        Row("tokenize", {"prompt": "1 2"}, _keys("tokens", "count"), status=lambda _: 200),
+        Row("detokenize", {"tokens": [1, 5]}, _keys("text"), status=lambda _: 200),
         Row("health", None, _keys("status", "state")),
         Row("health_generate", None, _keys("status", "state")),
         Row("ready", None, _keys("status", "state"), status=_ready),
@@ -308,7 +317,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[tuple[Engine, list[Row]]]:
     table = rows(folder, plan, sent[0])
     core = EngineCore(folder, EngineSettings(num_kv_tokens=1024, threads=1))
     async with (
-        served(core, folder) as url,
+        served(core, folder, letter_tokenizer()) as url,
         httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http,
     ):
         yield Engine(core, http, folder, table), table

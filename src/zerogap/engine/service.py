@@ -15,6 +15,7 @@ from zerogap.engine.control import ControlRoutes
 from zerogap.engine.generation import GenerationRoutes
 from zerogap.engine.group import GroupRoutes
 from zerogap.engine.info import InfoRoutes
+from zerogap.engine.openai import OpenAIRoutes
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.unsupported import refusal
 from zerogap.errors import ZerogapError
@@ -40,7 +41,9 @@ class EngineService:
         self.generation = GenerationRoutes(core, Admission(core, tokenizer, model_folder), tokenizer, options)
         control = ControlRoutes(core, str(model_folder), options)
         info = InfoRoutes(core, self.generation, control, options, name=name)
-        self._parts = (self.generation, control, info, AdminRoutes(core, name=name), GroupRoutes(core))
+        openai = OpenAIRoutes(self.generation, name=name)
+        admin, group = AdminRoutes(core, name=name), GroupRoutes(core)
+        self._parts = (self.generation, control, info, admin, group, openai)
 
     def handler(self, route: Route) -> Handler:
         """The method of the route's name. Raises LookupError for a route that nothing serves."""

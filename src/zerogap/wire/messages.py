@@ -20,6 +20,8 @@ MAX_STOPS = 32
 MAX_REGEX_BYTES = 256
 MAX_BIAS = 1e30
 """Above it a bias divided by a small temperature is no number in fp32."""
+MIN_REPETITION_PENALTY = 1e-6
+"""Below it a logit divided by it is no number in fp32."""
 MAX_SAMPLES_PER_PROMPT = 4096
 MAX_FLUSH_WAIT_SECONDS = 3600.0
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -98,7 +100,7 @@ class SamplingBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=2, strict=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=2, strict=False)] = 1.0
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, strict=False)]], AfterValidator(_token_ids)
     ] = {}

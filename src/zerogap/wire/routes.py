@@ -5,37 +5,10 @@ Server and client use it, and `docs/wire.md` is generated from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zerogap.wire import admin_messages, messages, transfer_messages
 from zerogap.wire.messages import Body
-
-GET, POST, PUT = "GET", "POST", "PUT"
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """`name` is the verb that serves it. `idempotent`: a client may send it again without knowing if it arrived.
-
-    `absent`: the engine does not have it; what to do instead. Such a route answers 501 (engine/unsupported.py).
-    """
-
-    name: str
-    path: str
-    methods: tuple[str, ...]
-    reply: str
-    body: type[Body] = messages.EmptyBody
-    body_required: bool = False
-    idempotent: bool = False
-    aliases: tuple[str, ...] = ()
-    ours: str = ""
-    absent: str = ""
-
-    @property
-    def client_method(self) -> str:
-        """The method that our client uses."""
-        return POST if POST in self.methods else self.methods[0]
-
+from zerogap.wire.openai_routes import OPENAI_ROUTES
+from zerogap.wire.route import GET, POST, PUT, Route
 
 _START_FROM_FOLDER = "start the new engine from a folder, and give it weights as to any other"
 _NO_EXPERTS = "the engine has no experts to count: leave it out"
@@ -54,7 +27,7 @@ def _absent(
     return Route(name, path or f"/{name}", methods, "501", body, required, aliases=aliases, absent=remedy)
 
 
-ROUTES: tuple[Route, ...] = (
+_NATIVE: tuple[Route, ...] = (
     Route(
         "generate",
         "/generate",
@@ -393,4 +366,5 @@ ROUTES: tuple[Route, ...] = (
     _absent("invocations", "use generate"),
     _absent("vertex_generate", "use generate"),
 )
+ROUTES: tuple[Route, ...] = (*_NATIVE, *OPENAI_ROUTES)
 BY_NAME = {route.name: route for route in ROUTES}
