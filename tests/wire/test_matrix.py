@@ -42,6 +42,8 @@ GENERATE = {
 _SHORT = {"max_tokens": 3, "seed": 7, "ignore_eos": True, "pause_wait_seconds": 0}
 CHAT = {"input_ids": [1, 5, 9], **_SHORT}
 COMPLETION = {"prompt": [1, 5, 9], **_SHORT}
+GROUP = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 0, "world_size": 2, "backend": "gloo"}
+"""Refused at once: rank 0 is the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
         Row("begin_weight_update(no plan)", {}, SUCCESS),
         Row("update_weights_from_tensor", {"bucket": whole.model_dump(mode="json")}, SUCCESS, ("begin_weight_update",)),
         Row("update_weights_from_tensor", {"bucket": lost}, fails=True, name="a bucket that is lost"),
+        Row("init_weights_update_group", GROUP, status=lambda _: 400),
+        Row("destroy_weights_update_group", {}, status=lambda _: 400),
+        Row("update_weights_from_distributed", {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}, fails=True),
         Row("end_weight_update", {}, SUCCESS, ("begin_weight_update", "update_weights_from_tensor")),
         Row("end_weight_update", {}, before=("begin_weight_update",), fails=True, name="an end before its buckets"),
         Row("update_weights_from_disk", {"model_path": str(folder)}, SUCCESS),
