@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
 from zerogap.errors import ConfigError
 from zerogap.model.tokenizer import Tokenizer
+from zerogap.weights.groups import join
 from zerogap.wire import codec
 from zerogap.wire.routes import POST, ROUTES, Route
 
@@ -85,6 +87,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "flush_cache": False,
         "weight_version": "1",
     },
+    "update_weights_from_distributed": {
+        "names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]], "group_name": "g",
+        "load_format": "flattened_bucket", "weight_version": "1",
+    },
+    "destroy_weights_update_group": {"group_name": "g"},
     "update_weights_from_disk": {"model_path": "/nothing", "weight_version": "1"},
     "update_weight_version": {"new_version": "1", "abort_all_requests": False},
     "get_weights_by_name": {"name": "model.norm.weight", "truncate_size": 2},
@@ -191,6 +198,32 @@ async def test_one_nasty_value_in_any_place_of_any_body_is_an_answer_and_never_a
                 await make_whole(http, tmp_path / "model")
     assert faults == []
     assert num_refused > 1000
+
+
+async def test_a_group_that_cannot_be_joined_is_refused(http, monkeypatch):
+    monkeypatch.setattr("zerogap.engine.group.join", partial(join, deadline_seconds=0.1))
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    for change in (
+        {}, {"master_address": "\x00"}, {"master_address": "💥"}, {"master_address": "a" * 300 + ".invalid"},
+        {"master_address": "999.999.999.999"}, {"master_address": "::1"}, {"world_size": 2**31}, {"rank_offset": 2},
+        {"rank_offset": 0}, {"backend": "nccl"}, {"backend": "x"}, {"group_name": "\x00"}, {"world_size": 2**62},
+    ):  # fmt: skip
+        response = await http.post("/init_weights_update_group", json=group | change)
+        assert (response.status_code, fault_of(response)) == (400, None), (change, response.text)
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+async def test_weights_that_cannot_come_through_a_group_are_refused(http, in_session):
+    if in_session:
+        assert (await http.post("/begin_weight_update", json={})).status_code == 200
+    weights = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
+    for change in (
+        {}, {"names": ["x"]}, {"names": []}, {"dtypes": ["int3"]}, {"dtypes": ["Float32"]}, {"shapes": [[2**62] * 2]},
+        {"shapes": [[0]]}, {"shapes": [[]]}, {"load_format": "x"}, {"group_name": ""}, {"weight_version": "x"},
+        {"names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2},
+    ):  # fmt: skip
+        response = await http.post("/update_weights_from_distributed", json=weights | change)
+        assert response.status_code in (400, 409) and fault_of(response) is None, (change, response.text)
 
 
 async def test_a_client_that_goes_away_inside_of_its_body_leaves_no_trace(http, caplog):

@@ -18,6 +18,8 @@ SEGMENT_PREFIX = "zerogap-"
 
 DEFAULT_GROUP = "weight_update_group"
 """SGLang's default. One name is enough: an engine has one trainer, and a new group replaces the one before."""
+MAX_RANKS = 1 << 20
+"""torch counts ranks in 32 bits."""
 
 Count = Annotated[int, Field(ge=0)]
 Dtype = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="torch's name without `torch.`")]
@@ -81,7 +83,7 @@ class UpdateGroup(_Frozen):
 
     master_address: str
     master_port: Annotated[int, Field(gt=0, le=65535)]
-    world_size: Annotated[int, Field(gt=1)]
+    world_size: Annotated[int, Field(gt=1, le=MAX_RANKS)]
     group_name: str = DEFAULT_GROUP
     backend: Literal["gloo", "nccl"]
 

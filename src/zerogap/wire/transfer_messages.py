@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from zerogap.wire.messages import Body, Selector
-from zerogap.wire.tensors import DEFAULT_GROUP, BucketHeader
+from zerogap.wire.tensors import DEFAULT_GROUP, MAX_RANKS, BucketHeader
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0)]
@@ -18,8 +18,8 @@ Count = Annotated[int, Field(ge=0)]
 class InitGroupBody(Body):
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Port
-    rank_offset: Count
-    world_size: Annotated[int, Field(ge=1)]
+    rank_offset: Annotated[int, Field(ge=0, le=MAX_RANKS)]
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     group_name: Annotated[str, Field(min_length=1)] = DEFAULT_GROUP
     backend: str = "nccl"
 
