@@ -94,15 +94,15 @@ class SamplingBody(BaseModel):
 
     max_new_tokens: Annotated[int, Field(ge=0)] | None = 128
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0, strict=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1), AfterValidator(_all_or_some)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, strict=False)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=2, strict=False)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=2)] = 1.0
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, strict=False)]], AfterValidator(_token_ids)
+        dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], AfterValidator(_token_ids)
     ] = {}
     stop: Annotated[str | list[str], AfterValidator(_few)] = []
     stop_regex: Annotated[str | list[str], AfterValidator(_compilable)] = []

@@ -41,7 +41,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
 }
 """Fields that this engine cannot honour -> the values that ask for nothing and are accepted."""
-Real = Annotated[float, Field(strict=False)]
 
 
 class StreamOptions(BaseModel):
@@ -56,18 +55,18 @@ class OpenAIBody(Body):
     model: str | None = None
     n: Annotated[int, Field(ge=1)] = 1
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Real | None = None
-    top_p: Real | None = None
-    frequency_penalty: Real | None = None
-    presence_penalty: Real | None = None
-    logit_bias: dict[str, Real] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int | None = None
-    min_p: Real | None = None
-    repetition_penalty: Real | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[TokenId] | None = None
     stop_regex: str | list[str] | None = None
@@ -77,7 +76,7 @@ class OpenAIBody(Body):
     rid: str | None = None
     extra_key: Namespace | None = None
     cache_salt: Namespace | None = None
-    pause_wait_seconds: Annotated[float, Field(ge=0, strict=False)] | None = None
+    pause_wait_seconds: Annotated[float, Field(ge=0)] | None = None
     return_prompt_token_ids: bool = False
     return_token_ids: bool = False
     return_meta_info: bool = False

@@ -69,6 +69,15 @@ def test_a_bad_field_is_refused_by_name(model: type[BaseModel], body: Any, named
     assert named in caught.value.what
 
 
+@pytest.mark.parametrize("value", ["0.5", True, [1.0], "NaN"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "frequency_penalty", "repetition_penalty"])
+def test_a_number_is_a_number(name: str, value: Any):
+    """Neither text nor a truth value is converted to one; an integer is one."""
+    with pytest.raises(ConfigError, match=name):
+        read_body(SamplingBody, {name: value})
+    assert getattr(read_body(SamplingBody, {name: 1}), name) == 1.0
+
+
 def test_unsupported_parameters_that_ask_for_nothing_are_accepted():
     SamplingBody.model_validate({"repetition_penalty": 1.0, "frequency_penalty": 0, "json_schema": None, "regex": ""})
     GenerateBody.model_validate({"input_ids": [1], "lora_path": None, "return_routed_experts": False})
