@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from support.fake_core import served
 from support.tiny import tiny_folder
+from support.tiny_tokenizer import tiny_model_folder
 
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
@@ -78,3 +79,41 @@ async def test_a_token_that_text_has_no_use_for_is_served_and_can_be_blocked(htt
             http, [1, 20], max_new_tokens=60, ignore_eos=True, sampling_seed=seed, logit_bias={str(token): -1e30}
         )
         assert token not in blocked["output_ids"]
+
+
+TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}u:{% endif %}r {{ m.content }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}.\n{% endif %}"
+    "{% else %}{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}-{{ c.function.name }}{% endfor %}.\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+"""As Qwen's template does: results that follow each other share one turn."""
+
+
+async def test_tool_results_that_follow_each_other_are_rendered_as_the_whole_history_has_them(tmp_path):
+    """B2: the prompt of every turn is the template's rendering of all messages, with one boundary for two results."""
+    folder = tiny_model_folder(tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TOOLS}))
+    tokenizer = Tokenizer.from_folder(folder)
+    calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": "{}"}} for n in ("sum", "dif")]
+    history = [
+        {"role": "user", "content": "1 and 2?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "sum", "content": "3"},
+        {"role": "tool", "tool_call_id": "dif", "content": "-1"},
+        {"role": "assistant", "content": "3 and -1"},
+        {"role": "user", "content": "Good"},
+    ]
+    whole = "u:1 and 2?.\na:-sum-dif.\nu:r 3r -1.\na:3 and -1.\nu:Good.\na:"
+    core = EngineCore(folder, EngineSettings(num_kv_tokens=1024, threads=1))
+    async with served(core, folder, tokenizer) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        for count in (1, 4, 6):
+            body = {"messages": history[:count], "max_tokens": 1, "return_prompt_token_ids": True}
+            response = await http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            ids = response.json()["prompt_token_ids"]
+            assert ids == tokenizer.encode_chat(history[:count])
+            assert whole.startswith(tokenizer.decode(ids, False).removesuffix("a:"))
+        assert ids == tokenizer.encode(whole, add_special=False)
