@@ -14,7 +14,14 @@ from pydantic import BaseModel
 
 from zerogap.errors import ConfigError
 from zerogap.wire.codec import read_body
-from zerogap.wire.messages import GenerateBody, MemoryBody, PauseBody, SamplingBody, UpdateVersionBody
+from zerogap.wire.messages import (
+    UNSUPPORTED_GENERATE,
+    GenerateBody,
+    MemoryBody,
+    PauseBody,
+    SamplingBody,
+    UpdateVersionBody,
+)
 
 
 def test_the_defaults_of_sampling_are_those_of_sglang():
@@ -81,6 +88,13 @@ def test_a_number_is_a_number(name: str, value: Any):
 def test_unsupported_parameters_that_ask_for_nothing_are_accepted():
     SamplingBody.model_validate({"repetition_penalty": 1.0, "frequency_penalty": 0, "json_schema": None, "regex": ""})
     GenerateBody.model_validate({"input_ids": [1], "lora_path": None, "return_routed_experts": False})
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_GENERATE)
+def test_what_a_reply_could_not_carry_is_refused_and_never_silently_left_out(name: str):
+    """B11: expert routes of another forward, or none at all, would pass for those of the response."""
+    with pytest.raises(ConfigError, match=name):
+        read_body(GenerateBody, {"input_ids": [1], name: True})
 
 
 @given(st.text(max_size=80))
