@@ -45,22 +45,33 @@ def serve(
     pause_wait_seconds: float = 600.0,
     max_stall_seconds: float = 60.0,
     version_update_aborts: bool = False,
+    allow_path: tuple[Path, ...] = (),
+    max_live_requests: int = 32768,
 ) -> int:
     """Start the rollout engine alone, with SGLang's endpoints. MODEL is a Hugging Face folder or a built-in name.
 
     Requests that arrive while it is paused wait for PAUSE_WAIT_SECONDS; with work and no step for MAX_STALL_SECONDS it
     is not healthy; VERSION_UPDATE_ABORTS makes update_weight_version abort all requests by default, as SGLang does.
+    Callers may name folders beside the model's and below each ALLOW_PATH. ZEROGAP_API_KEY and ZEROGAP_ADMIN_API_KEY in
+    the environment are the keys that callers need; an address that is not loopback needs the first.
     """
     from zerogap.config.schema import EngineSettings
 
     settings = EngineSettings(num_kv_tokens=num_kv_tokens, max_running_requests=max_running_requests, threads=threads)
-    from zerogap.engine.options import ServiceOptions
+    from zerogap.engine.options import ServiceOptions, keys_from_environment
     from zerogap.engine.server import ServerSettings, run_server
     from zerogap.log import setup_logging
     from zerogap.model.importer import resolve
 
     setup_logging("engine")
-    options = ServiceOptions(pause_wait_seconds, max_stall_seconds, version_update_aborts)
+    options = ServiceOptions(
+        pause_wait_seconds,
+        max_stall_seconds,
+        version_update_aborts,
+        **keys_from_environment(),
+        allowed_paths=allow_path,
+        max_live_requests=max_live_requests,
+    )
     server = ServerSettings(host=host, port=port, service=options)
     return run_server(resolve(model), settings, server, dtype=dtype, device=device)
 

@@ -14,7 +14,7 @@ from zerogap.client.health import wait_healthy, watch
 from zerogap.client.http import Deadlines, EngineClient
 from zerogap.config.schema import RunConfig
 from zerogap.engine.gpu_memory import preload_environment
-from zerogap.errors import EngineUnreachable
+from zerogap.errors import ConfigError, EngineUnreachable
 from zerogap.supervise.processes import ChildProcess
 from zerogap.wire.api import RolloutEngine
 
@@ -26,7 +26,7 @@ class Engines:
     """The engines of one run. Making this starts the processes; `connect` waits until they serve."""
 
     def __init__(self, config: RunConfig, model_folder: Path, folder: Path) -> None:
-        self._settings = config.engine
+        self._settings, self._key = config.engine, _key(config.engine.api_key_env)
         self.children: list[ChildProcess] = []
         for number in range(0 if config.engine.urls else config.engine.count):
             name = f"engine-{number}"
@@ -49,7 +49,8 @@ class Engines:
                 client = EngineClient(ready["url"], name=child.name, deadlines=deadlines)
                 clients.append(await stack.enter_async_context(client))
             for url in settings.urls:
-                client = await stack.enter_async_context(EngineClient(url, name=url, deadlines=deadlines))
+                made = EngineClient(url, name=url, deadlines=deadlines, api_key=self._key)
+                client = await stack.enter_async_context(made)
                 await wait_healthy(client, deadline_seconds=settings.startup_deadline_seconds)
                 self._attached.append(client)
             clients += self._attached
@@ -70,6 +71,17 @@ class Engines:
         """Ends what was started here. An attached engine is its owner's."""
         for child in self.children:
             child.stop(deadline_seconds)
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(
+            f"engine.api_key_env={variable!r}: there is no such variable, or it is empty",
+            remedy=f"export {variable}=KEY with the engines' key, the admin key where they have one",
+        )
+    return os.environ[variable]
 
 
 async def _silence(client: EngineClient) -> EngineUnreachable:

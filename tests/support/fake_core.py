@@ -27,7 +27,7 @@ import tokenizers
 from zerogap.engine.app import build_app
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.requests import GenerateRequest, RequestOutput
-from zerogap.engine.server import EngineServer, RunnableCore, ServerSettings, bind_loopback, serve
+from zerogap.engine.server import EngineServer, RunnableCore, ServerSettings, bind, serve
 from zerogap.engine.service import EngineService
 from zerogap.engine.state import StateMachine
 from zerogap.errors import EngineRejected, EngineStateError, RolloutError, TransferFailed, ZerogapError
@@ -68,7 +68,7 @@ async def served(
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     service = EngineService(core, name="fake", model_folder=folder, tokenizer=tokenizer, options=options)
-    listener = bind_loopback("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     server = EngineServer(build_app(service), listener, ServerSettings(name="fake"))
     core.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -38,7 +38,7 @@ from support.stock_messages import (
     verdict,
 )
 from support.stock_scheduler import CONTEXT, Running, Scheduler, logprob_of, token_after
-from zerogap.engine.server import bind_loopback
+from zerogap.engine.server import bind
 
 FLUSH_EVERY = 50
 """Tokens after which the scheduler tells the HTTP process of a request that does not stream."""
@@ -417,7 +417,7 @@ class StockSglang:
 @asynccontextmanager
 async def stock_server(stock: StockSglang) -> AsyncIterator[str]:
     """The url of the double, in this event loop. Killed, it refuses connections as a dead process does."""
-    listener = bind_loopback("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     config = uvicorn.Config(
         stock.app(), loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
     )

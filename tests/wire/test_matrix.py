@@ -103,6 +103,7 @@ def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
         Row("generate", GENERATE, _keys("output_ids", "meta_info"), status=_generates),
         Row("chat_completions", CHAT, _keys("choices", "usage"), status=_generates),
         Row("completions", COMPLETION, _keys("choices", "usage"), status=_generates),
+        Row("metrics", status=lambda _: 200),
         Row("models", None, _keys("data"), status=lambda _: 200),
         Row("model", status=lambda _: 404),
         Row("tokenize", {"prompt": "1 2"}, _keys("tokens", "count"), status=lambda _: 200),

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from zerogap.engine.server import bind_loopback
+from zerogap.engine.server import bind
 from zerogap.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
@@ -123,18 +123,18 @@ def test_two_servers_at_once_do_not_collide(folder: Path):
 def test_only_loopback_is_bound(host: str):
     """E15."""
     with pytest.raises(ConfigError, match=r"refusing to bind|is no address"):
-        bind_loopback(host, 0)
+        bind(host, 0)
 
 
 def test_a_port_that_is_taken_is_named():
-    with bind_loopback("127.0.0.1", 0) as holder:
+    with bind("127.0.0.1", 0) as holder:
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} .* cannot be bound"):
-            bind_loopback("127.0.0.1", port)
+            bind("127.0.0.1", port)
 
 
 def test_replies_do_not_wait_for_acknowledgements():
     """asyncio sets TCP_NODELAY only on sockets that name their protocol: without it a call takes 40 ms."""
-    with bind_loopback("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP

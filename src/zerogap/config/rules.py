@@ -203,6 +203,13 @@ def _engines_of_their_own(c: RunConfig, given: Given) -> str | None:
     return f"{why} with placement.kind='colocated', which is one engine that the run starts: set 'disaggregated'"
 
 
+@_rule("engine.urls", "engine.api_key_env")
+def _key_of_attached_engines(c: RunConfig, given: Given) -> str | None:
+    if c.engine.urls:
+        return None
+    return _idle(given, ["engine.api_key_env"], "no engine.urls", "remove it: engines of a run need no key")
+
+
 @_rule("engine.urls", "refit.mode")
 def _ipc_is_local(c: RunConfig, given: Given) -> str | None:
     del given

@@ -94,6 +94,9 @@ class EngineSettings(Section):
     urls: Annotated[
         tuple[str, ...], Field(strict=False, description="engines that already run; empty: start them")
     ] = ()
+    api_key_env: Annotated[
+        str | None, Field(min_length=1, description="environment variable that holds the key of engine.urls")
+    ] = None
     count: Annotated[int, Field(ge=1, le=64, description="engines to start; more than 1: disaggregated")] = 1
     num_kv_tokens: Annotated[int, Field(ge=256, description="capacity of the KV cache in tokens")] = 16384
     max_running_requests: Annotated[int, Field(gt=0, description="samples decoded together")] = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from zerogap import __version__
+from zerogap.engine.auth import check_key
 from zerogap.engine.replies import json_reply
 from zerogap.engine.service import EngineService
 from zerogap.errors import ConfigError, EngineRejected, ZerogapError
@@ -19,6 +21,7 @@ from zerogap.wire import codec
 from zerogap.wire.routes import GET, ROUTES, Route
 
 logger = logging.getLogger(__name__)
+access = logging.getLogger("zerogap.access")
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -27,7 +30,7 @@ def build_app(service: EngineService) -> FastAPI:
     """The application: every route of the table, and one shape for every error."""
     app = FastAPI(title="zerogap rollout engine", version=__version__, docs_url=None, redoc_url=None)
     for route in ROUTES:
-        endpoint = _endpoint(route, service.handler(route))
+        endpoint = _endpoint(route, service)
         for path, method in itertools.product((route.path, *route.aliases), route.methods):
             app.add_api_route(
                 path,
@@ -46,13 +49,29 @@ def build_app(service: EngineService) -> FastAPI:
     return app
 
 
-def _endpoint(
-    route: Route, handler: Callable[[Any, Request], Awaitable[Response]]
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(route: Route, service: EngineService) -> Callable[[Request], Awaitable[Response]]:
+    handler = service.handler(route)
+
     async def endpoint(request: Request) -> Response:
+        check_key(service.options, route, request)
         return await handler(codec.read_body(route.body, await _read(route, request)), request)
 
-    return endpoint
+    async def counted(request: Request) -> Response:
+        """Every call leaves a line and is counted, whatever it ends with."""
+        began, status = time.monotonic(), 500
+        try:
+            response = await endpoint(request)
+            status = response.status_code
+            return response
+        except ZerogapError as error:
+            status = codec.status_of(error)
+            raise
+        finally:
+            service.metrics.answered(route.name, status)
+            level = logging.DEBUG if route.access == "open" else logging.INFO
+            access.log(level, "%s %s %d %.3f s", request.method, request.url.path, status, time.monotonic() - began)
+
+    return counted
 
 
 async def _read(route: Route, request: Request) -> Any:
@@ -108,7 +127,10 @@ async def _on_error(_: Request, error: Exception) -> Response:
     status = codec.status_of(error)
     if status >= 500:
         logger.log(logging.ERROR if status == 500 else logging.WARNING, "%s", error)
-    return json_reply(codec.error_json(error, status), status)
+    reply = json_reply(codec.error_json(error, status), status)
+    if status == 503:
+        reply.headers["Retry-After"] = "1"
+    return reply
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from zerogap.engine.calls import Core, call
+from zerogap.engine.disk import AllowedFolders
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import json_reply, success
 from zerogap.errors import ConfigError, EngineStateError
@@ -26,8 +27,8 @@ class ControlRoutes:
     `model_path` follows an update from disk.
     """
 
-    def __init__(self, core: Core, model_path: str, options: ServiceOptions) -> None:
-        self.core, self.model_path, self.options = core, model_path, options
+    def __init__(self, core: Core, model_path: str, options: ServiceOptions, folders: AllowedFolders) -> None:
+        self.core, self.model_path, self.options, self._folders = core, model_path, options, folders
 
     async def pause_generation(self, body: messages.PauseBody, _: Request) -> Response:
         await call(self.core, "pause_generation", mode=body.mode)
@@ -82,7 +83,7 @@ class ControlRoutes:
         await call(
             self.core,
             "update_weights_from_disk",
-            model_path=body.model_path,
+            model_path=str(self._folders.check("model_path", body.model_path)),
             weight_version=number,
             abort_all_requests=body.abort_all_requests,
         )

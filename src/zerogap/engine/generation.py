@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from zerogap.engine.admission import Admission
 from zerogap.engine.calls import Core, call
+from zerogap.engine.metrics import MetricsRoutes
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import event, json_reply
 from zerogap.engine.requests import RequestOutput
@@ -25,8 +26,16 @@ from zerogap.wire.codec import PromptItem
 class GenerationRoutes:
     """`/generate` and `/abort_request`. What else generates goes through `submit`, `wait` and `close` too."""
 
-    def __init__(self, core: Core, admission: Admission, tokenizer: Tokenizer | None, options: ServiceOptions) -> None:
+    def __init__(
+        self,
+        core: Core,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+        options: ServiceOptions,
+        metrics: MetricsRoutes,
+    ) -> None:
         self.core, self.admission, self.tokenizer, self.options = core, admission, tokenizer, options
+        self._metrics = metrics
         self._live: dict[str, str] = {}  # rid of every unfinished response -> the rid that the client gave
         self._open: set[Answer] = set()
         self._patience: dict[Answer, asyncio.TimerHandle] = {}  # of calls that came while the engine did not generate
@@ -53,6 +62,13 @@ class GenerationRoutes:
         return json_reply(replies if as_list else replies[0])
 
     def submit(self, items: Sequence[PromptItem], *, stream: bool, pause_wait_seconds: float | None = None) -> Answer:
+        limit = self.options.max_live_requests
+        if len(self._live) + len(items) > limit:
+            raise EngineStateError(
+                f"{len(items)} more responses beside {len(self._live)}: this server holds {limit} at once",
+                remedy="send again once some have ended, or smaller calls; --max-live-requests raises the bound",
+                status=503,
+            )
         for item in items:
             if item.rid in self._live:
                 raise ConfigError(
@@ -141,7 +157,8 @@ class GenerationRoutes:
         for rid in answer.unfinished:
             self.core.control("abort_request", rid=rid, abort_all=False)
         for response in answer.responses:
-            self._live.pop(response.item.rid, None)
+            if self._live.pop(response.item.rid, None) is not None:
+                self._metrics.ended(response)
 
     async def abort_request(self, body: messages.AbortBody, _: Request) -> Response:
         if body.abort_all:

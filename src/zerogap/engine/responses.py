@@ -40,7 +40,7 @@ class Response:
         self.error: ZerogapError | None = None
         self.cached_tokens = self.num_retractions = self.weight_version = 0
         self.began = time.time()
-        self.ended = 0.0
+        self.first_token = self.ended = 0.0
         skip = item.sampling.skip_special_tokens
         self._stops = item.sampling.stops
         self._patterns = [(pattern, regex.compile(pattern)) for pattern in item.sampling.stop_patterns]
@@ -62,6 +62,8 @@ class Response:
         self.weight_version = output.weight_version
         self.prompt, self.unsent = output.prompt or self.prompt, output.unsent or self.unsent
         new = output.new
+        if new.ids and not self.ids:
+            self.first_token = time.time()
         for i, token in enumerate(new.ids):
             self.ids.append(token)
             self.logprobs.append(new.logprobs[i])

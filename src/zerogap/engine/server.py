@@ -1,7 +1,7 @@
 """The only place for the engine as a process: binds, loads, says that it is ready, and ends whatever happens.
 
 It ends on SIGTERM and SIGINT, when its parent's pipe closes, and when the core's thread dies; each time it stops
-accepting, aborts what runs and leaves within `SHUTDOWN_SECONDS`. Only a loopback address is ever bound.
+accepting, aborts what runs and leaves within `SHUTDOWN_SECONDS`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def serve(make_core: Callable[[], RunnableCore], model_folder: Path, settings: S
     """Binds, loads, serves. Returns 0 after SIGTERM or the parent's end, 130 after SIGINT, 1 after a fault."""
     if settings.parent_pipe is not None:
         threading.Thread(target=_watch_parent, args=(settings.parent_pipe,), daemon=True, name="parent").start()
-    listener = bind_loopback(settings.host, settings.port)
+    listener = bind(settings.host, settings.port, guarded=settings.service.api_key is not None)
     core = make_core()
     tokenizer = Tokenizer.from_folder(model_folder) if (model_folder / "tokenizer.json").is_file() else None
     service = EngineService(
@@ -134,16 +134,19 @@ async def _serve(server: EngineServer, core: RunnableCore, service: EngineServic
     return codes[0] if codes else 1
 
 
-def bind_loopback(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet: until the engine is ready a connection is refused."""
+def bind(host: str, port: int, *, guarded: bool = False) -> socket.socket:
+    """A bound socket, not listening yet: until the engine is ready a connection is refused.
+
+    `guarded`: callers need a key. Without one only a loopback address is ever bound (field case E15).
+    """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError as error:
         raise ConfigError(f"{host!r} is no address", remedy="use 127.0.0.1") from error
-    if not address.is_loopback:
+    if not address.is_loopback and not guarded:
         raise ConfigError(
-            f"refusing to bind {host}: whoever can reach the port controls the engine",
-            remedy="bind 127.0.0.1, and reach it from elsewhere through an ssh tunnel",
+            f"refusing to bind {host} without a key: whoever can reach the port would control the engine",
+            remedy="set ZEROGAP_API_KEY for the server and its callers, or bind 127.0.0.1 and use an ssh tunnel",
         )
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     # With the protocol left at 0 asyncio does not set TCP_NODELAY, and every reply waits 40 ms for an acknowledgement.
@@ -162,7 +165,8 @@ def bind_loopback(host: str, port: int) -> socket.socket:
 
 def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # every address: one to try
+    host = f"[{host}]" if ":" in host else host
     ready = {"engine": settings.name, "url": f"http://{host}:{port}", "port": port, "pid": os.getpid()}
     line = json.dumps(ready) + "\n"
     logger.info("%s serves at %s", settings.name, ready["url"])

@@ -12,9 +12,11 @@ from zerogap.engine.admin import AdminRoutes
 from zerogap.engine.admission import Admission
 from zerogap.engine.calls import Core
 from zerogap.engine.control import ControlRoutes
+from zerogap.engine.disk import AllowedFolders
 from zerogap.engine.generation import GenerationRoutes
 from zerogap.engine.group import GroupRoutes
 from zerogap.engine.info import InfoRoutes
+from zerogap.engine.metrics import MetricsRoutes
 from zerogap.engine.openai import OpenAIRoutes
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.unsupported import refusal
@@ -37,13 +39,16 @@ class EngineService:
         tokenizer: Tokenizer | None,
         options: ServiceOptions | None = None,
     ) -> None:
-        options = options or ServiceOptions()
-        self.generation = GenerationRoutes(core, Admission(core, tokenizer, model_folder), tokenizer, options)
-        control = ControlRoutes(core, str(model_folder), options)
+        self.options = options = options or ServiceOptions()
+        self.metrics = MetricsRoutes(core, name=name)
+        admission = Admission(core, tokenizer, model_folder)
+        self.generation = GenerationRoutes(core, admission, tokenizer, options, self.metrics)
+        folders = AllowedFolders(model_folder, options.allowed_paths)
+        control = ControlRoutes(core, str(model_folder), options, folders)
         info = InfoRoutes(core, self.generation, control, options, name=name)
         openai = OpenAIRoutes(self.generation, name=name)
         admin, group = AdminRoutes(core, name=name), GroupRoutes(core)
-        self._parts = (self.generation, control, info, admin, group, openai)
+        self._parts = (self.generation, control, info, admin, group, openai, self.metrics)
 
     def handler(self, route: Route) -> Handler:
         """The method of the route's name. Raises LookupError for a route that nothing serves."""

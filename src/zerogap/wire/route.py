@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from zerogap.wire import messages
 from zerogap.wire.messages import Body
 
 GET, POST, PUT = "GET", "POST", "PUT"
+
+
+_OPEN = ("health", "health_generate", "ready", "ping", "metrics")
+_INFERENCE = (
+    "generate", "chat_completions", "completions", "models", "model", "tokenize", "detokenize", "model_info",
+    "server_info", "loads", "get_load", "parallelism_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,13 @@ class Route:
     aliases: tuple[str, ...] = ()
     ours: str = ""
     absent: str = ""
+
+    @property
+    def access(self) -> Literal["open", "inference", "control"]:
+        """Who may call it. A route that nobody has sorted is for those who control the engine."""
+        if self.name in _OPEN:
+            return "open"
+        return "inference" if self.name in _INFERENCE else "control"
 
     @property
     def client_method(self) -> str:

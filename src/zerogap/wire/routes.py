@@ -66,6 +66,14 @@ _NATIVE: tuple[Route, ...] = (
         ours="While paused, or without weights or cache, it answers as `/health` does instead of waiting.",
     ),
     Route(
+        "metrics",
+        "/metrics",
+        (GET,),
+        "Prometheus text",
+        idempotent=True,
+        ours="SGLang's names where it has one, ours under `zerogap:`; always on.",
+    ),
+    Route(
         "model_info",
         "/model_info",
         (GET,),
