@@ -11,6 +11,7 @@ import pytest
 from support.fake_core import FakeCore, letter_tokenizer, served
 
 from zerogap.client.http import Deadlines, EngineClient
+from zerogap.engine.options import ServiceOptions
 
 
 @dataclass
@@ -30,7 +31,7 @@ async def engine(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
     tokenizer = letter_tokenizer() if arguments.pop("tokenizer", True) else None
     core = FakeCore(**arguments)
     async with (
-        served(core, tmp_path, tokenizer) as url,
+        served(core, tmp_path, tokenizer, ServiceOptions(allowed_paths=(Path("/models"),))) as url,
         EngineClient(url, name="fake", deadlines=Deadlines(10.0, 10.0, 2.0)) as client,
         httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http,
     ):

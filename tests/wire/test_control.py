@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_core import TAG_BYTES, FakeCore, served
 
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.state import StateMachine
 from zerogap.errors import ConfigError, EngineRejected, EngineStateError, EngineUnreachable, TransferFailed
 from zerogap.wire.api import GenerateBody, SamplingBody, TagBytes
@@ -128,7 +130,11 @@ def test_any_order_of_calls_is_answered_as_the_table_says(calls, tmp_path):
 
     async def play() -> None:
         core, beside = FakeCore(), StateMachine()
-        async with served(core, tmp_path) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        options = ServiceOptions(allowed_paths=(Path("/models"),))
+        async with (
+            served(core, tmp_path, options=options) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as http,
+        ):
             for call in calls:
                 name, _, tag = call.partition("(")
                 tags = (tag.rstrip(")"),) if name.endswith("_occupation") else ()
