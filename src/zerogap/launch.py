@@ -31,7 +31,7 @@ from zerogap.rollout.prompts import Data, open_data
 from zerogap.rollout.rewards import make_reward, open_reward
 from zerogap.supervise.interrupts import Interrupts
 from zerogap.trainer import checkpoint
-from zerogap.trainer.senders import open_sender
+from zerogap.trainer.senders import open_sender, slow_choice
 from zerogap.trainer.trainer import Trainer
 
 _DEATH_SECONDS = 1.0
@@ -108,6 +108,8 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         if config.checkpoint.resume is not None:
             data.train.restore(_load(folder, trainer).data)
         certificate = _checked(trainer.decoder.certificate, config, recorder)
+        if (slow := slow_choice(config)) is not None:
+            recorder.warning(slow, "set refit.mode to broadcast_packed, or to ipc")
         engine = await stack.enter_async_context(engines.connect())
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(

@@ -18,7 +18,7 @@ import torch
 from support.engine_double import odd_tensors
 from support.engine_process import EngineProcess
 from support.fake_core import served
-from support.modes import SENDERS
+from support.modes import IN_EVERY_MODE, NO_NIXL, SENDERS
 from support.tiny import TINY_QWEN3, tiny_decoder, tiny_folder
 
 from zerogap.client.fleet import EngineFleet
@@ -41,9 +41,10 @@ from zerogap.wire.api import GenerateBody, SamplingBody
 TESTS = Path(__file__).parents[1]
 DEADLINE = 30.0
 GROUP_MODES = ("broadcast", "broadcast_packed")
+in_a_group = pytest.mark.parametrize("mode", GROUP_MODES)
 
 
-@pytest.fixture(params=GROUP_MODES)
+@pytest.fixture(params=[param for param in IN_EVERY_MODE if param.values[0] != "ipc"])
 def mode(request) -> str:
     return request.param
 
@@ -126,7 +127,7 @@ async def test_an_engine_killed_in_the_middle_of_a_bucket_ends_the_refit_at_once
         await engine.server_info()
         sender = sender_of(mode, engine)
         started = time.monotonic()
-        with pytest.raises(EngineUnreachable, match="died in update_weights_from_distributed"):
+        with pytest.raises(EngineUnreachable, match="died in update_weights_from"):
             await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
         assert time.monotonic() - started < 20  # the deadline is 30
         assert await engine.process.wait() == -signal.SIGKILL
@@ -165,6 +166,7 @@ async def test_two_engines_receive_one_broadcast(mode):
             assert (await engine.weights_checker("checksum"))["ranks"][0]["checksums"] == tensor_digests(sent)
 
 
+@in_a_group
 async def test_a_trainer_killed_in_the_middle_of_a_bucket_leaves_the_engine_failed_with_its_peer_named(mode, folder):
     """It says so in seconds, not at the deadline of 60 s; a later refit, by a new group, heals it: the gap is 0.0."""
     async with served_core(folder) as client:
@@ -181,6 +183,7 @@ async def test_a_trainer_killed_in_the_middle_of_a_bucket_leaves_the_engine_fail
         assert (await client.weights_checker("checksum"))["ranks"][0]["checksums"] == tensor_digests(new)
 
 
+@in_a_group
 async def test_a_byte_that_changes_on_the_way_is_named_and_the_engine_stays_failed_until_healed(mode, monkeypatch):
     """C24. The digest is of what was meant; what is broadcast differs in one bit."""
     async with engine_process() as engine:
@@ -238,6 +241,50 @@ async def test_an_engine_that_never_joins_ends_the_refit_by_its_deadline(monkeyp
         deaf = Deaf(engine.process)
         with pytest.raises(TransferFailed):
             await refit(deaf, BroadcastSender(deaf, fingerprint=None), odd_tensors(1), 1, deadline_seconds=1.5)
+        await engine.call("generate")
+
+
+@pytest.mark.skipif(NO_NIXL, reason="the package nixl-cu13 is missing")
+async def test_a_write_to_an_engine_that_has_died_fails_in_seconds_and_another_engine_can_be_refitted():
+    async with engine_process() as engine, engine_process() as other:
+        await asyncio.gather(engine.server_info(), other.server_info())
+
+        class Fragile(SENDERS["p2p"]):
+            async def send(self, bucket):
+                await engine.stop()
+                return await super().send(bucket)
+
+        started = time.monotonic()
+        with pytest.raises((TransferFailed, EngineUnreachable)):
+            sender = Fragile(engine, fingerprint="probe-1")
+            await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
+        assert time.monotonic() - started < 20
+        await refit_and_continue(other, sender_of("p2p", other), odd_tensors(2), 2, deadline_seconds=DEADLINE)
+        await other.call("generate")
+
+
+@pytest.mark.skipif(NO_NIXL, reason="the package nixl-cu13 is missing")
+async def test_a_byte_that_changes_after_it_was_written_is_named(monkeypatch):
+    """C24: the engine digests what lies in its own memory."""
+    async with engine_process() as engine:
+        sender = sender_of("p2p", engine)
+        write = sender._write
+
+        async def flip(agent, full):
+            for name, part in full:
+                if name == "bfloat16":
+                    part[0] ^= 1
+                    await write(agent, full)
+                    part[0] ^= 1
+                    return
+            await write(agent, full)
+
+        monkeypatch.setattr(sender, "_write", flip)
+        with pytest.raises(TransferFailed, match="bfloat16 arrived changed"):
+            await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")
+        with pytest.raises(StaleWeights):
+            await engine.call("generate")
+        await refit_and_continue(engine, sender_of("p2p", engine), odd_tensors(2), 2, deadline_seconds=DEADLINE)
         await engine.call("generate")
 
 

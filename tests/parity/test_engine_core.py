@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 from support.fake_core import served
-from support.modes import SENDERS
+from support.modes import IN_EVERY_MODE, SENDERS
 from support.scoring import random_ids, score_packed
 from support.tiny import TINY_QWEN3, tiny_decoder, tiny_folder
 
@@ -81,7 +81,7 @@ async def test_samples_over_http_have_the_trainers_logprobs(folder):
         assert all(r.cached_tokens == (len(ids[i // 3]) - 1) // 16 * 16 for i, r in enumerate(again))
 
 
-@pytest.mark.parametrize("mode", sorted(SENDERS))
+@pytest.mark.parametrize("mode", IN_EVERY_MODE)
 async def test_after_each_refit_the_engine_is_the_new_trainer_and_finds_no_old_block(folder, mode):
     """C12, C1: in every transfer mode the gap is 0.0; cached tokens of the first prompt are 0 again."""
     async with engine(folder) as client:

@@ -22,13 +22,14 @@ from zerogap.weights.handshake import communication_settings
 from zerogap.weights.manifest import combined_digest, tensor_bytes, tensor_digests
 from zerogap.weights.modes import open_receiver
 from zerogap.weights.transfer import WeightReceiver
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 ALWAYS = {
     "server_info",
     "weights_checker:manifest",
     "init_weights_update_group",
     "destroy_weights_update_group",
+    "remote_instance_transfer_engine_info",
 }
 RECOVERY = {"pause_generation", "flush_cache", "begin_weight_update"}
 """What a new refit does to an engine whose last one did not end well; pausing and flushing do not change that state."""
@@ -130,6 +131,10 @@ class EngineDouble:
         except ZerogapError:
             self.destination.groups.leave(header.group_name)
             raise
+
+    async def remote_instance_transfer_engine_info(self) -> list[RankEndpoint]:
+        await self._enter("remote_instance_transfer_engine_info")
+        return [self.destination.endpoint.published]
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._enter("destroy_weights_update_group")

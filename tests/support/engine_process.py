@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from zerogap.errors import EngineUnreachable, ZerogapError, from_wire
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 ANSWER_SECONDS = 20.0
 
@@ -76,6 +76,10 @@ class EngineProcess:
 
     async def update_weights_from_distributed(self, header: BucketHeader) -> None:
         await self.call("update_weights_from_distributed", header.model_dump(mode="json"))
+
+    async def remote_instance_transfer_engine_info(self) -> list[RankEndpoint]:
+        reply = await self.call("remote_instance_transfer_engine_info")
+        return [RankEndpoint.model_validate(endpoint) for endpoint in reply]
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self.call("destroy_weights_update_group", group_name)
@@ -161,6 +165,8 @@ async def _answer(engine: Any, verb: str, arguments: list[Any]) -> dict[str, Any
         if verb in _PROBES:
             return {"value": _PROBES[verb]()}
         value = await getattr(engine, verb)(*map(parse, arguments))
+        if verb == "remote_instance_transfer_engine_info":
+            value = [endpoint.model_dump(mode="json") for endpoint in value]
         return {"value": vars(value) if isinstance(value, SimpleNamespace) else value}
     except ZerogapError as error:
         return error.to_wire()

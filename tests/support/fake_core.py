@@ -270,6 +270,9 @@ class FakeCore:
     def _begin_weight_update(self, selector: str, plan: Any) -> dict[str, Any]:
         return self._plain("begin_weight_update" if plan is not None else "begin_weight_update(no plan)")
 
+    def _transfer_endpoint(self) -> dict[str, Any]:
+        return {"agent": "fake", "metadata": "", "memory": "DRAM", "device": 0, "places": []}
+
     def _groups(self, act: Any) -> dict[str, Any]:
         return {"found": act(self.groups)}
 

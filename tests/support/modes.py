@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import pytest
 
 from zerogap.weights.modes.broadcast import BroadcastSender
 from zerogap.weights.modes.broadcast_packed import PackedSender
 from zerogap.weights.modes.ipc import IpcSender
+from zerogap.weights.modes.p2p import P2pSender
 
-SENDERS: dict[str, Any] = {"broadcast": BroadcastSender, "broadcast_packed": PackedSender, "ipc": IpcSender}
+NO_NIXL = importlib.util.find_spec("nixl_cu13") is None
+
+SENDERS: dict[str, Any] = {
+    "broadcast": BroadcastSender,
+    "broadcast_packed": PackedSender,
+    "ipc": IpcSender,
+    "p2p": P2pSender,
+}
+IN_EVERY_MODE = [
+    pytest.param(mode, marks=pytest.mark.skipif(mode == "p2p" and NO_NIXL, reason="the package nixl-cu13 is missing"))
+    for mode in sorted(SENDERS)
+]
+"""For `parametrize` and for a fixture's `params`."""

@@ -19,7 +19,7 @@ from zerogap.client.spread import Group, PromptKey, in_order, part_of, prompt_gr
 from zerogap.errors import ConfigError, EngineUnreachable, ProtocolMismatch, StaleWeights, ZerogapError
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, RolloutEngine, ServerInfo, TagBytes
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -193,6 +193,10 @@ class EngineFleet:
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._all(lambda e: e.destroy_weights_update_group(group_name))
+
+    async def remote_instance_transfer_engine_info(self) -> list[RankEndpoint]:
+        infos = await self._all(lambda e: e.remote_instance_transfer_engine_info())
+        return [endpoint for info in infos for endpoint in info]
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         await self._commit(version, lambda e: e.update_weights_from_disk(path, version))

@@ -24,7 +24,7 @@ from zerogap.wire import codec
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, ServerInfo
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
 from zerogap.wire.routes import BY_NAME, POST, Route
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 _PAUSES_SECONDS = (0.1, 0.3)
 """Before each further attempt of a call that may be repeated; give or take a half, so that many callers spread out."""
@@ -209,6 +209,9 @@ class EngineClient:
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._call("destroy_weights_update_group", {"group_name": group_name})
+
+    async def remote_instance_transfer_engine_info(self) -> list[RankEndpoint]:
+        return [codec.read_endpoint(await self._json("remote_instance_transfer_engine_info"))]
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Flushes too. `auto`: a stock engine that began without weights would not know how to read them."""

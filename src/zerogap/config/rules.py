@@ -18,7 +18,7 @@ Given = frozenset[str]
 Check = Callable[[RunConfig, Given], str | None]
 
 USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ENGINE_START = ("count", "num_kv_tokens", "max_running_requests", "chunk_size", "threads")
 
 
@@ -213,19 +213,19 @@ def _key_of_attached_engines(c: RunConfig, given: Given) -> str | None:
 @_rule("engine.urls", "refit.mode")
 def _ipc_is_local(c: RunConfig, given: Given) -> str | None:
     del given
-    far = [url for url in c.engine.urls if urlsplit(url).hostname not in _LOOPBACK]
+    far = [url for url in c.engine.urls if urlsplit(url).hostname not in LOOPBACK]
     if far and c.refit.mode == "ipc":
         return f"refit.mode='ipc' reaches engines on this host only, not engine.urls={far}: start the engine here"
     return None
 
 
 @_rule("refit.mode", "placement.kind")
-def _broadcast_needs_devices(c: RunConfig, given: Given) -> str | None:
+def _own_devices_for_own_ranks(c: RunConfig, given: Given) -> str | None:
     del given
-    if c.refit.mode in ("broadcast", "broadcast_packed") and c.placement.kind == "colocated":
+    if c.refit.mode in ("broadcast", "broadcast_packed", "p2p") and c.placement.kind == "colocated":
         return (
-            f"refit.mode={c.refit.mode!r} with placement.kind='colocated': a group wants each rank on a device of its "
-            "own: use refit.mode='ipc', or placement.kind='disaggregated'"
+            f"refit.mode={c.refit.mode!r} with placement.kind='colocated': it wants each side on a device of its own: "
+            "use refit.mode='ipc', or placement.kind='disaggregated'"
         )
     return None
 

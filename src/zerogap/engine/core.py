@@ -366,6 +366,9 @@ class EngineCore:
         self._relabel(weight_version)
         return {}
 
+    def _do_transfer_endpoint(self) -> dict[str, Any]:
+        return self.weights.endpoint.model_dump(mode="json")
+
     def _do_groups(self, act: Callable[[Groups], bool]) -> dict[str, Any]:
         return {"found": act(self.weights.groups)}
 

@@ -1,4 +1,4 @@
-"""The only place that maps the calls about communication groups, and weights that come through them, to the core."""
+"""The only place that maps calls about groups and endpoints, by which weights come from other hosts, to the core."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from fastapi import Request, Response
 
 from zerogap.engine.calls import Core, call
 from zerogap.engine.control import relabelled, version_of
-from zerogap.engine.replies import success
+from zerogap.engine.replies import json_reply, success
 from zerogap.engine.weights import EngineWeights
 from zerogap.errors import ConfigError, EngineRejected, ZerogapError
 from zerogap.threads import in_daemon_thread
 from zerogap.weights.groups import join
 from zerogap.wire import codec, transfer_messages
+from zerogap.wire.admin_messages import RankQuery
+from zerogap.wire.messages import EmptyBody
 from zerogap.wire.tensors import TensorSpec, UpdateGroup
 
 
@@ -61,6 +63,14 @@ class GroupRoutes:
             await self._leave(name)  # the other ranks must not wait for one that does not receive
             raise
         return success("Succeeded to update parameter online." + relabelled(number))
+
+    async def remote_instance_transfer_engine_info(self, body: EmptyBody, request: Request) -> Response:
+        codec.read_body(RankQuery, dict(request.query_params))
+        found = await call(self.core, "transfer_endpoint")
+        places = {place["name"]: [place["address"], place["num_bytes"], 1] for place in found["places"]}
+        return json_reply(
+            {"rank": 0, "remote_instance_transfer_engine_info": [found["agent"], places], "zerogap": found}
+        )
 
     async def _leave(self, group_name: str) -> bool:
         return (await call(self.core, "groups", act=lambda groups: groups.leave(group_name)))["found"]

@@ -116,6 +116,7 @@ ALWAYS_LEGAL = (
     "parallelism_config",
     "ping",
     "ready",
+    "remote_instance_transfer_engine_info",
     "server_info",
     "slow_down",
     "start_profile",

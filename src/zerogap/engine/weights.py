@@ -24,7 +24,7 @@ from zerogap.weights.manifest import Manifest, combined_digest, differing_names,
 from zerogap.weights.modes import open_receiver
 from zerogap.weights.modes.broadcast import check_known, receive_unplanned
 from zerogap.weights.transfer import WeightReceiver
-from zerogap.wire.tensors import BucketHeader, TensorSpec, TransferPlan
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TensorSpec, TransferPlan
 
 
 class EngineWeights:
@@ -45,6 +45,10 @@ class EngineWeights:
         return self._destination.groups
 
     @property
+    def endpoint(self) -> RankEndpoint:
+        return self._destination.endpoint.published
+
+    @property
     def manifest(self) -> Manifest:
         return self._destination.manifest
 
@@ -55,6 +59,8 @@ class EngineWeights:
         if plan is not None:
             receiver = open_receiver(plan.mode, self._destination)
             receiver.prepare(plan)
+            if receiver.in_place:
+                self.lose()
             self._receiver = receiver
 
     @torch.no_grad()

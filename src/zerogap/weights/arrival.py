@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from zerogap.errors import TransferFailed
 from zerogap.weights.groups import Groups
 from zerogap.weights.manifest import Manifest, dtype_of, name_some, spec_bytes, tensor_digest
+from zerogap.weights.nixl import Endpoint
 from zerogap.wire.tensors import BucketHeader, TensorEntry, TransferMode, TransferPlan
 
 RESEND = "start the refit again; if it happens twice, suspect this host's memory"
@@ -32,6 +34,11 @@ class Destination:
     manifest: Manifest
     groups: Groups = field(default_factory=Groups)
 
+    @cached_property
+    def endpoint(self) -> Endpoint:
+        """Where these weights may be written from outside; made when it is first asked for, and kept."""
+        return Endpoint(self.tensors)
+
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Destination:
         return cls(tensors, Manifest.of(tensors))
@@ -41,6 +48,7 @@ class CheckedReceiver(ABC):
     """The engine's half of a mode, all but the way of the bytes. Implements WeightReceiver."""
 
     modes: ClassVar[tuple[TransferMode, ...]]
+    in_place: bool = False
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination

@@ -40,6 +40,9 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """Engine side, one per engine rank: prepare, then receive each bucket, then finish; close whatever happens."""
 
+    in_place: bool
+    """Whether bytes change in the engine's own weights before a bucket is received."""
+
     def prepare(self, plan: TransferPlan) -> None:
         """Opens a session. Raises ManifestMismatch, naming names, if the plan is not for this engine's weights."""
         ...

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from zerogap.errors import ProtocolMismatch
 from zerogap.types import FinishReason
 from zerogap.wire.messages import CheckerAction, GenerateBody, MemoryTag, PauseMode, SamplingBody
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 __all__ = [
     "CheckerAction",
@@ -156,6 +156,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def destroy_weights_update_group(self, group_name: str) -> None: ...
+
+    async def remote_instance_transfer_engine_info(self) -> list[RankEndpoint]:
+        """Where each rank's weights may be written from outside."""
+        ...
 
     async def update_weights_from_disk(self, path: str, version: int) -> None: ...
 

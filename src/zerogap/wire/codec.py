@@ -20,7 +20,7 @@ from zerogap.types import Alternatives, FinishReason, TokenRecord
 from zerogap.wire.api import GenerateReply, MemoryReport, ServerInfo, TagBytes
 from zerogap.wire.messages import GenerateBody, SamplingBody
 from zerogap.wire.stock_errors import stock_error
-from zerogap.wire.tensors import BucketHeader
+from zerogap.wire.tensors import BucketHeader, RankEndpoint
 
 DONE = "[DONE]"
 
@@ -338,6 +338,12 @@ def read_server_info(data: Mapping[str, Any], name: str) -> ServerInfo:
             communication=ours.get("communication", {}),
             raw=data,
         )
+
+
+def read_endpoint(data: Any) -> RankEndpoint:
+    """Of a reply of `/remote_instance_transfer_engine_info`, of our engine; a stock server's is for another library."""
+    with _reading("a reply of /remote_instance_transfer_engine_info"):
+        return RankEndpoint.model_validate(data["zerogap"])
 
 
 def distributed_body(header: BucketHeader) -> dict[str, Any]:

@@ -200,6 +200,16 @@ _NATIVE: tuple[Route, ...] = (
         body_required=True,
     ),
     Route(
+        "remote_instance_transfer_engine_info",
+        "/remote_instance_transfer_engine_info",
+        (GET,),
+        "`{rank, remote_instance_transfer_engine_info: [AGENT, {NAME: [address, num_bytes, 1]}], zerogap}`",
+        idempotent=True,
+        aliases=("/get_remote_instance_transfer_engine_info",),
+        ours="The transfer engine is NIXL; `zerogap` holds its metadata. Weights are written in a session with "
+        "a plan of mode p2p, and each bucket is then announced by update_weights_from_tensor, without bytes.",
+    ),
+    Route(
         "update_weights_from_disk",
         "/update_weights_from_disk",
         (POST,),
@@ -351,12 +361,6 @@ _NATIVE: tuple[Route, ...] = (
     ),
     _absent("init_weights_send_group_for_remote_instance", _START_FROM_FOLDER),
     _absent("send_weights_to_remote_instance", _START_FROM_FOLDER),
-    _absent(
-        "remote_instance_transfer_engine_info",
-        _START_FROM_FOLDER,
-        methods=(GET,),
-        aliases=("/get_remote_instance_transfer_engine_info",),
-    ),
     _absent(
         "set_internal_state", "its keys (pipeline, speculation) mean nothing here: leave it out", methods=(POST, PUT)
     ),

@@ -88,6 +88,24 @@ class UpdateGroup(_Frozen):
     backend: Literal["gloo", "nccl"]
 
 
+class Place(_Frozen):
+    """Where an engine rank wants the bytes of one tensor."""
+
+    name: str
+    address: Count
+    num_bytes: Count
+
+
+class RankEndpoint(_Frozen):
+    """One engine rank as a target of writes: its NIXL agent, the agent's metadata (base64), its weights' places."""
+
+    agent: str
+    metadata: str
+    memory: Literal["DRAM", "VRAM"]
+    device: Count
+    places: tuple[Place, ...]
+
+
 class TransferPlan(_Frozen):
     """What a weight-update session will send; given to the engine with `begin_weight_update`.
 

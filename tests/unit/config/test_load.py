@@ -119,6 +119,7 @@ def test_a_missing_or_broken_file_is_one_error_with_its_name(tmp_path: Path) -> 
         (["data.task=max4", 'engine.urls=["http://127.0.0.1:1"]'], ["engine.urls", "placement.kind"]),
         (["data.task=max4", "refit.mode=broadcast"], ["refit.mode='broadcast'", "placement.kind='colocated'"]),
         (["data.task=max4", "refit.mode=broadcast_packed"], ["refit.mode='broadcast_packed'", "placement.kind"]),
+        (["data.task=max4", "refit.mode=p2p"], ["refit.mode='p2p'", "placement.kind='colocated'"]),
         (["data.task=max4", "engine.count=2"], ["engine.count", "placement.kind"]),
         (["data.task=max4", "placement.kind=disaggregated", 'engine.urls=["http://127.0.0.1:1"]', "engine.count=2"],
          ["engine.count", "engine.urls"]),

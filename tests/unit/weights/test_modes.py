@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from support.engine_double import EngineDouble, flip_one_byte, odd_tensors
-from support.modes import SENDERS
+from support.modes import IN_EVERY_MODE, SENDERS
 from support.tiny import TINY, TINY_QWEN2, TINY_UNTIED, tiny_decoder
 
 from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
@@ -25,7 +25,7 @@ from zerogap.wire.tensors import BucketHeader, TransferPlan
 DEADLINE = 30.0
 
 
-@pytest.fixture(params=sorted(SENDERS))
+@pytest.fixture(params=IN_EVERY_MODE)
 def mode(request) -> str:
     return request.param
 

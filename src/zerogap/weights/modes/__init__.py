@@ -9,6 +9,7 @@ from zerogap.weights.arrival import Destination
 from zerogap.weights.modes.broadcast import BroadcastReceiver
 from zerogap.weights.modes.broadcast_packed import PackedReceiver
 from zerogap.weights.modes.ipc import IpcReceiver
+from zerogap.weights.modes.p2p import P2pReceiver
 from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import TransferMode
 
@@ -16,6 +17,7 @@ RECEIVERS: Mapping[TransferMode, Callable[[Destination], WeightReceiver]] = {
     "broadcast": BroadcastReceiver,
     "broadcast_packed": PackedReceiver,
     "ipc": IpcReceiver,
+    "p2p": P2pReceiver,
 }
 
 

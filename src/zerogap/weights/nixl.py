@@ -1,0 +1,158 @@
+"""The only place that speaks to NIXL: memory that others may write to, and writes into the memory of others.
+
+The package is optional (`pip install zerogap[p2p]`). On a GPU it writes GPU memory; without one it uses TCP and shared
+memory through UCX.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zerogap.errors import ConfigError, TransferFailed
+from zerogap.weights.manifest import tensor_bytes
+from zerogap.wire.tensors import Place, RankEndpoint
+
+_PACKAGE = "nixl_cu13"
+
+
+class Agent:
+    """This process, as NIXL's others know it."""
+
+    def __init__(self) -> None:
+        try:
+            api = importlib.import_module(f"{_PACKAGE}._api")
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer mode p2p needs the package nixl-cu13: {error}",
+                remedy="pip install 'zerogap[p2p]' where the trainer and where the engines run, or set refit.mode to "
+                "broadcast_packed",
+            ) from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports every agent on standard output
+        self.name = f"zerogap-{secrets.token_hex(6)}"
+        self._nixl: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=["UCX"]))
+
+    def register(self, memory: Sequence[Tensor]) -> Any:
+        """Contiguous tensors with elements, which must live until `forget`. What others need to know is metadata."""
+        return self._nixl.register_memory([(*_where(t), "") for t in memory], _kind(memory[0]))
+
+    def forget(self, registered: Any) -> None:
+        self._nixl.deregister_memory(registered)
+
+    @property
+    def metadata(self) -> str:
+        return base64.b64encode(self._nixl.get_agent_metadata()).decode()
+
+    def meet(self, endpoint: RankEndpoint) -> None:
+        try:
+            self._nixl.add_remote_agent(base64.b64decode(endpoint.metadata))
+        except Exception as error:
+            raise _failed(f"cannot reach {endpoint.agent}", error) from error
+
+    def part(self, name: str) -> None:
+        """Forgets a peer, also one that has died."""
+        try:
+            self._nixl.remove_remote_agent(name)
+        except Exception:  # noqa: BLE001  NIXL's errors have no common class; a dead peer is forgotten already
+            logging.getLogger(__name__).info("%s was not known any more", name)
+
+    def write(self, source: Sequence[Tensor], endpoint: RankEndpoint, places: Sequence[Place]) -> Write:
+        """Starts to write each tensor's bytes to its place at the peer."""
+        kind = _kind(source[0])
+        there = [(place.address, place.num_bytes, endpoint.device) for place in places]
+        try:
+            handle = self._nixl.initialize_xfer(
+                "WRITE",
+                self._nixl.get_xfer_descs([_where(t) for t in source], kind),
+                self._nixl.get_xfer_descs(there, endpoint.memory),
+                endpoint.agent,
+            )
+            self._nixl.transfer(handle)
+        except Exception as error:
+            raise _failed(f"cannot write to {endpoint.agent}", error) from error
+        return Write(self._nixl, handle, endpoint.agent)
+
+
+class Write:
+    """One write on its way."""
+
+    def __init__(self, nixl: Any, handle: Any, peer: str) -> None:
+        self._nixl, self._handle, self._peer = nixl, handle, peer
+
+    @property
+    def done(self) -> bool:
+        """Raises TransferFailed once it is known to have failed."""
+        try:
+            state = self._nixl.check_xfer_state(self._handle)
+        except Exception as error:
+            raise _failed(f"{self._peer} is gone", error) from error
+        if state == "ERR":
+            raise _failed(f"the write to {self._peer} broke", None)
+        return state == "DONE"
+
+    def release(self) -> None:
+        self._nixl.release_xfer_handle(self._handle)
+
+
+class Endpoint:
+    """Where the weights of one engine rank may be written: straight into them, or beside those that lie in pieces."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._landing = {
+            name: tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        full = {name: tensor for name, tensor in self._landing.items() if tensor.numel()}
+        self._agent = Agent()
+        self._registered = self._agent.register(list(full.values()))
+        first = next(iter(full.values()))
+        self.published = RankEndpoint(
+            agent=self._agent.name,
+            metadata=self._agent.metadata,
+            memory=_kind(first),
+            device=_where(first)[2],
+            places=tuple(Place(name=n, address=t.data_ptr(), num_bytes=t.nbytes) for n, t in full.items()),
+        )
+
+    def landed(self, name: str) -> Tensor:
+        """The very weight, where it lies in one piece: copying it to itself moves nothing."""
+        return self._landing[name]
+
+
+def places_for(endpoint: RankEndpoint, sizes: Iterable[tuple[str, int]]) -> list[Place]:
+    """Where an endpoint wants each tensor. Raises TransferFailed if it has no place of that size for one."""
+    by_name = {place.name: place for place in endpoint.places}
+    found = []
+    for name, num_bytes in sizes:
+        place = by_name.get(name)
+        if place is None or place.num_bytes != num_bytes:
+            has = "no place" if place is None else f"a place of {place.num_bytes} bytes"
+            raise TransferFailed(
+                f"{endpoint.agent} publishes {has} for {name}, which has {num_bytes} bytes",
+                remedy="the engine was started again, or its weights changed shape: start the refit again",
+            )
+        found.append(place)
+    return found
+
+
+def _where(tensor: Tensor) -> tuple[int, int, int]:
+    flat = tensor_bytes(tensor)
+    return flat.data_ptr(), flat.numel(), tensor.get_device() if tensor.is_cuda else 0
+
+
+def _kind(tensor: Tensor) -> Literal["DRAM", "VRAM"]:
+    return "VRAM" if tensor.is_cuda else "DRAM"
+
+
+def _failed(what: str, error: Exception | None) -> TransferFailed:
+    return TransferFailed(
+        f"NIXL: {what}" + ("" if error is None else f": {type(error).__name__}: {error}"),
+        remedy="see the engine's log: it has died, or UCX finds no way to it; then refit again",
+    )
