@@ -21,7 +21,7 @@ from support.served_process import EngineServer, engine_server, healing_calls
 from zerogap.wire.routes import ROUTES
 
 ANSWER_SECONDS = 10.0
-EXAMPLES = 6
+EXAMPLES = 3
 """Requests to each route and method."""
 
 

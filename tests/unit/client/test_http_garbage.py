@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zerogap.client.http import Deadlines, EngineClient
 from zerogap.errors import ZerogapError
 from zerogap.wire.api import GenerateBody, SamplingBody
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
 
 PLAN = TransferPlan(
     session_id="s",
@@ -29,6 +29,7 @@ PLAN = TransferPlan(
     tensors=(),
 )
 HEADER = BucketHeader(session_id="s", index=0, shm_name="zerogap-x", num_bytes=0, entries=())
+GROUP = UpdateGroup(master_address="127.0.0.1", master_port=1, world_size=2, backend="gloo")
 BODY = GenerateBody(input_ids=[1])
 
 
@@ -53,6 +54,9 @@ VERBS: dict[str, Callable[[EngineClient], Awaitable[Any]]] = {
     "begin": lambda c: c.begin_weight_update(PLAN),
     "tensor": lambda c: c.update_weights_from_tensor(HEADER),
     "disk": lambda c: c.update_weights_from_disk("/x", 1),
+    "group": lambda c: c.init_weights_update_group(GROUP, rank_offset=1),
+    "distributed": lambda c: c.update_weights_from_distributed(HEADER),
+    "destroy": lambda c: c.destroy_weights_update_group("g"),
     "end": lambda c: c.end_weight_update(),
     "version": lambda c: c.update_weight_version(1),
     "by name": lambda c: c.get_weights_by_name("w"),
@@ -88,7 +92,7 @@ STATUS = st.sampled_from([200, 200, 200, 204, 302, 400, 401, 404, 409, 500, 503]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(replies=st.lists(st.tuples(STATUS, CONTENT), min_size=1, max_size=3))
 def test_garbage_is_an_error_of_ours(verb: str, replies: list[tuple[int, bytes]]):
     async def play() -> None:
