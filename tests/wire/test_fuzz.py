@@ -102,11 +102,23 @@ GENERATE = st.tuples(
             "stream": st.booleans(),
         }
     ),
-    st.sampled_from(["read", "read", "leave"]),
+    st.sampled_from(["read", "openai", "leave"]),
 )
 REFIT = st.tuples(st.just("refit"), st.sampled_from(["whole", "half", "nothing", "twice the same bucket"]))
 TOGETHER = st.tuples(st.just("together"), st.lists(CONTROL, min_size=2, max_size=4))
 STEPS = st.lists(st.one_of(CONTROL, CONTROL, CONTROL, GENERATE, GENERATE, REFIT, TOGETHER), min_size=12, max_size=40)
+
+
+def as_native(fields: dict[str, Any]) -> dict[str, Any]:
+    body = fields | {"return_logprob": True}
+    params = {key: body.pop(key) for key in ("max_new_tokens", "temperature", "n")}
+    return body | {"sampling_params": params | {"ignore_eos": True, "sampling_seed": 3}}
+
+
+def as_completion(fields: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: fields[key] for key in ("rid", "temperature", "n", "pause_wait_seconds", "extra_key", "stream")}
+    asked = {"prompt": fields["input_ids"], "max_tokens": fields["max_new_tokens"], "logprobs": 1}
+    return kept | asked | {"model": "tiny", "seed": 3, "ignore_eos": True}
 
 
 class Player:
@@ -144,10 +156,8 @@ class Player:
             self.faults.append((call, fault))
 
     async def generate(self, fields: dict[str, Any], how: str) -> None:
-        body = dict(fields) | {"return_logprob": True}
-        params = {key: body.pop(key) for key in ("max_new_tokens", "temperature", "n")}
-        body["sampling_params"] = params | {"ignore_eos": True, "sampling_seed": 3}
-        async with self.http.stream("POST", "/generate", json=body) as response:
+        path, body = ("/v1/completions", as_completion(fields)) if how == "openai" else ("/generate", as_native(fields))
+        async with self.http.stream("POST", path, json=body) as response:
             if how == "leave":
                 return
             await response.aread()
