@@ -18,15 +18,21 @@ import pytest
 from support.assertions import fault_of
 from support.fake_core import served
 from support.served_process import healing_calls
+from support.tiny import tiny_decoder
 from support.tiny_tokenizer import tiny_model_folder
 
+from zerogap.client.http import EngineClient
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
 from zerogap.errors import ConfigError
 from zerogap.model.tokenizer import Tokenizer
+from zerogap.weights.bucket import buckets
 from zerogap.weights.groups import join
+from zerogap.weights.manifest import Manifest
+from zerogap.weights.modes.ipc import IpcSender
 from zerogap.wire import codec
 from zerogap.wire.routes import POST, ROUTES, Route
+from zerogap.wire.tensors import BucketHeader
 
 NO_JSON_OBJECTS = [
     b"", b" ", b"{", b"}", b"{]", b"[]", b"[{}]", b"3", b"-", b'"x"', b"null", b"true", b"{}{}", b"{,}", b'{"a"}',
@@ -311,3 +317,48 @@ async def test_a_damaged_checkpoint_is_a_400_and_the_server_lives(http, tmp_path
     async with asyncio.timeout(10):
         response = await http.post("/update_weights_from_disk", json={"model_path": str(folder)})
     assert (response.status_code, fault_of(response)) == (400, None), response.text
+
+
+class _Held(Exception): ...
+
+
+class _Holder:
+    """Stands between a sender and the engine: keeps the header of a bucket whose bytes are ready, and sends none."""
+
+    num_ranks = 1
+
+    def __init__(self, client: EngineClient) -> None:
+        self.server_info, self.weights_checker = client.server_info, client.weights_checker
+        self.header: dict[str, Any] = {}
+
+    async def update_weights_from_tensor(self, header: BucketHeader) -> None:
+        self.header = header.model_dump(mode="json")
+        raise _Held
+
+
+async def test_a_header_that_lies_about_its_bucket_is_refused_within_a_session(http):
+    """Offsets, sizes, shapes and names address memory of the engine: each is checked before it is used."""
+    tensors = tiny_decoder().hf_tensors()
+    async with EngineClient(str(http.base_url)) as client:
+        holder = _Holder(client)
+        sender = IpcSender(holder, fingerprint=None, max_bucket_bytes=6000)  # type: ignore[arg-type]
+        try:
+            plan = (await sender.connect(Manifest.of(tensors), deadline_seconds=30.0)).model_dump(mode="json")
+            with suppress(_Held):
+                await sender.send(next(iter(buckets(tensors, sender.max_bucket_bytes))))
+            faults, statuses = [], set()
+            for number, path in enumerate(places(holder.header)):
+                for new in NASTY[number % 3 :: 3]:
+                    assert (await http.post("/begin_weight_update", json={"plan": plan})).status_code == 200
+                    lie = changed(holder.header, path, new)
+                    response = await http.post("/update_weights_from_tensor", json={"bucket": lie})
+                    statuses.add(response.status_code)
+                    if fault := fault_of(response):
+                        faults.append((path, new, fault))
+            assert faults == []
+            assert 400 in statuses
+            assert (await http.post("/begin_weight_update", json={"plan": plan})).status_code == 200
+            truth = await http.post("/update_weights_from_tensor", json={"bucket": holder.header})
+            assert truth.status_code == 200, truth.text
+        finally:
+            await sender.close()
