@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -182,7 +182,7 @@ class BroadcastReceiver(CheckedReceiver):
         return self._room
 
 
-def describe(bucket: Bucket, flats: Sequence[Tensor]) -> tuple[TensorEntry, ...]:
+def describe(bucket: Bucket, flats: Iterable[Tensor]) -> tuple[TensorEntry, ...]:
     """The header's entries; `flats` are the bytes of the bucket's tensors, one by one."""
     return tuple(
         TensorEntry(

@@ -16,6 +16,9 @@ from zerogap.weights.manifest import tensor_bytes
 from zerogap.weights.modes.broadcast import BroadcastReceiver, BroadcastSender, describe
 from zerogap.wire.tensors import BucketHeader, TensorEntry
 
+PIECE_BYTES = 8 << 20
+"""A bucket is broadcast in pieces of this size, so that the first weights are checked while the last ones travel."""
+
 
 class PackedSender(BroadcastSender):
     """The trainer's half. One bucket of memory is kept from the first bucket to the end of the session."""
@@ -33,10 +36,13 @@ class PackedSender(BroadcastSender):
             self._room = None
             self._room = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
         room = self._room[: bucket.num_bytes]
-        parts = [room[slot.offset : slot.offset + slot.num_bytes] for slot in bucket.slots]
-        for slot, part in zip(bucket.slots, parts, strict=True):
-            part.copy_(tensor_bytes(slot.tensor))
-        return [room], describe(bucket, parts)
+
+        def packed() -> Iterator[Tensor]:
+            for slot in bucket.slots:
+                yield room[slot.offset : slot.offset + slot.num_bytes].copy_(tensor_bytes(slot.tensor))
+
+        entries = describe(bucket, packed())  # each is digested while it is still in the processor's cache
+        return list(room.split(PIECE_BYTES)), entries
 
 
 class PackedReceiver(BroadcastReceiver):
@@ -47,7 +53,13 @@ class PackedReceiver(BroadcastReceiver):
     def _views(self, header: BucketHeader) -> Iterator[Tensor]:
         group = self._destination.groups.get(header.group_name)
         room = self._room_for(header.num_bytes, group.device)[: header.num_bytes]
-        group.start([room], deadline_seconds=self._seconds_left())
-        group.wait_one()
+        pieces = room.split(PIECE_BYTES)
+        group.start(pieces, deadline_seconds=self._seconds_left())
+        num_waited = 0
         for entry in header.entries:
+            while num_waited * PIECE_BYTES < entry.offset + entry.num_bytes:
+                group.wait_one()
+                num_waited += 1
             yield slice_bytes(room, entry)
+        for _ in pieces[num_waited:]:
+            group.wait_one()

@@ -68,8 +68,12 @@ class P2pSender:
         assert self._agent is not None
         room = self._room_for(self._agent, bucket)
         parts = [room[slot.offset : slot.offset + slot.num_bytes] for slot in bucket.slots]
-        for slot, part in zip(bucket.slots, parts, strict=True):
-            part.copy_(tensor_bytes(slot.tensor))
+
+        def packed() -> Iterator[Tensor]:
+            for slot, part in zip(bucket.slots, parts, strict=True):
+                yield part.copy_(tensor_bytes(slot.tensor))
+
+        entries = describe(bucket, packed())  # each is digested while it is still in the processor's cache
         full = [(slot.name, part) for slot, part in zip(bucket.slots, parts, strict=True) if part.numel()]
         if full:
             await self._write(self._agent, full)
