@@ -62,7 +62,7 @@ async def test_tokens_and_logprobs_are_those_of_generate(client, folder):
     more = {"ignore_eos": True, "return_token_ids": True, "return_prompt_token_ids": True, "return_meta_info": True}
     reply = await chat(client, logprobs=True, top_logprobs=3, extra_body=more)
     prompt = Tokenizer.from_folder(folder).encode_chat(HELLO)
-    assert reply.prompt_token_ids == prompt
+    assert reply.choices[0].prompt_token_ids == prompt
     params = {"max_new_tokens": 6, "sampling_seed": 7, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 3}
     async with http(client) as raw:

@@ -113,7 +113,7 @@ async def test_tool_results_that_follow_each_other_are_rendered_as_the_whole_his
             body = {"messages": history[:count], "max_tokens": 1, "return_prompt_token_ids": True}
             response = await http.post("/v1/chat/completions", json=body)
             assert response.status_code == 200, response.text
-            ids = response.json()["prompt_token_ids"]
+            ids = response.json()["choices"][0]["prompt_token_ids"]
             assert ids == tokenizer.encode_chat(history[:count])
             assert whole.startswith(tokenizer.decode(ids, False).removesuffix("a:"))
         assert ids == tokenizer.encode(whole, add_special=False)

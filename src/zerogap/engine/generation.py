@@ -140,9 +140,10 @@ class GenerationRoutes:
                 if index in ended or response.error is not None or (sent.get(index) == count and not finished):
                     continue  # a slow reader catches up with one chunk
                 sent[index] = count
-                if finished:
+                chunk = response.chunk()
+                if chunk["meta_info"]["finish_reason"] is not None:  # it may have ended since `finished` was read
                     ended.add(index)
-                yield event(({"index": index} if as_list else {}) | response.chunk())
+                yield event(({"index": index} if as_list else {}) | chunk)
             if answer.error is not None:
                 yield event(codec.stream_error_json(answer.error))
             yield b"data: " + codec.DONE.encode() + b"\n\n"

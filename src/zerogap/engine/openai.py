@@ -16,10 +16,17 @@ from zerogap.engine.replies import event, json_reply
 from zerogap.engine.responses import Answer
 from zerogap.engine.responses import Response as Generated
 from zerogap.errors import ConfigError, EngineRejected
-from zerogap.model.tokenizer import Tokenizer
+from zerogap.model.tokenizer import IncrementalDecoder, Tokenizer
 from zerogap.wire import codec, openai_replies
 from zerogap.wire.messages import EmptyBody, GenerateBody
-from zerogap.wire.openai_messages import ChatBody, CompletionBody, DetokenizeBody, OpenAIBody, TokenizeBody
+from zerogap.wire.openai_messages import (
+    NAMES_HERE,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    OpenAIBody,
+    TokenizeBody,
+)
 
 
 class OpenAIRoutes:
@@ -31,7 +38,7 @@ class OpenAIRoutes:
     # --- routes
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
-        prompt = {"input_ids": body.input_ids or self._render(body)}
+        prompt = {"input_ids": self._render(body) if body.input_ids is None else body.input_ids}
         given = _in_bounds(body, prompt, logprobs=body.logprobs, top=body.top_logprobs)
         return await self._serve(given, _Chat(self._name, self._tokenizer, body), request)
 
@@ -90,6 +97,10 @@ class OpenAIRoutes:
         return self._tokenizer.encode_chat(messages, **body.chat_template_kwargs)
 
     async def _serve(self, given: GenerateBody, form: _Form, request: Request) -> Response:
+        if (form.body.model or "").startswith(f"{self._name}:"):
+            raise ConfigError(
+                f"`model` {form.body.model!r} asks for an adapter", remedy=f"this engine has none: give {self._name!r}"
+            )
         items = codec.expand(given)
         answer = self._generation.submit(items, stream=given.stream, pause_wait_seconds=given.pause_wait_seconds)
         if given.stream:
@@ -143,8 +154,6 @@ class _Form:
         meta = replies[0]["meta_info"]
         versions = {"weight_version": meta["weight_version"], "weight_versions": meta["weight_versions"]}
         out = self._envelope(responses[0], self.kind) | {"choices": choices, "usage": self._usage(responses)}
-        if self.body.return_prompt_token_ids:
-            out["prompt_token_ids"] = list(responses[0].prompt_ids)
         return out | {"metadata": versions}
 
     def opening(self, index: int, response: Generated) -> list[dict[str, Any]]:
@@ -154,10 +163,12 @@ class _Form:
         """What the response has gained since the last chunk; None if that is nothing."""
         if index in self._ended:
             return None
-        reply = response.chunk()
-        finished = response.finish_reason is not None
+        reply, sampling = response.chunk(), response.item.sampling
+        reason = reply["meta_info"]["finish_reason"]  # of this chunk: the response itself may have ended since
+        finished = reason is not None
         text, count = reply.get("text") or "", len(reply["output_ids"])
-        end = len(text) if finished else openai_replies.safe_length(text, response.item.sampling.stops)
+        stops = (*sampling.stops, *sampling.stop_patterns)  # a pattern without wildcards is cut off like a string
+        end = len(text) if finished else openai_replies.safe_length(text, stops)
         characters, tokens = self._sent.get(index, (0, 0))
         if not finished and end <= characters:
             return None
@@ -167,7 +178,7 @@ class _Form:
         choice = self._part(text[characters:end]) | {"index": index, "logprobs": None}
         if response.item.return_logprob:
             choice["logprobs"] = self._logprobs(response, tokens, count)
-        choice |= openai_replies.finish(response.finish_reason)
+        choice |= openai_replies.finish(reason)
         return self._envelope(response, self.kind_of_chunk) | {"choices": [choice]}
 
     def closing(self, responses: Sequence[Generated]) -> dict[str, Any]:
@@ -181,6 +192,8 @@ class _Form:
         choice = {"index": index} | self._content(reply.get("text") or "", response)
         choice["logprobs"] = self._all_logprobs(response) if response.item.return_logprob else None
         choice |= openai_replies.finish(response.finish_reason)
+        if self.body.return_prompt_token_ids:
+            choice["prompt_token_ids"] = list(response.prompt_ids)
         if self.body.return_token_ids:
             choice["token_ids"] = list(response.ids)
         if self.body.return_meta_info:
@@ -250,6 +263,10 @@ class _Chat(_Form):
 class _Completion(_Form):
     kind = "text_completion"
 
+    def __init__(self, name: str, tokenizer: Tokenizer, body: OpenAIBody) -> None:
+        super().__init__(name, tokenizer, body)
+        self._reading: dict[str, tuple[IncrementalDecoder, int]] = {}  # rid -> the text of its tokens so far
+
     @property
     def _echo(self) -> bool:
         return isinstance(self.body, CompletionBody) and self.body.echo
@@ -263,23 +280,37 @@ class _Completion(_Form):
     def _logprobs(self, response: Generated, start: int, end: int) -> dict[str, Any]:
         others = response.alternatives[start:end]
         ids, logprobs = response.ids[start:end], response.logprobs[start:end]
-        offset = sum(len(self._text_of(token)) for token in response.ids[:start])
-        return openai_replies.completion_logprobs(ids, logprobs, others, self._text_of, offset)
+        return openai_replies.completion_logprobs(ids, logprobs, others, self._text_of, self._offsets(response, ids))
 
     def _all_logprobs(self, response: Generated) -> dict[str, Any]:
         if not self._echo:
             return super()._all_logprobs(response)
         prompt, own = response.prompt, response.alternatives
         before = list(prompt.alternatives) or [None] * len(prompt)
+        ids = [*prompt.ids, *response.ids]
         return openai_replies.completion_logprobs(
-            [*prompt.ids, *response.ids],
+            ids,
             [*prompt.logprobs, *response.logprobs],
             [*before, *own],
             self._text_of,
+            self._offsets(response, ids),
         )
 
+    def _offsets(self, response: Generated, ids: Sequence[int]) -> list[int]:
+        """Where in the text each of the next tokens begins; a piece of a character begins where the character does."""
+        skip = response.item.sampling.skip_special_tokens
+        new = IncrementalDecoder(self._tokenizer, skip_special=skip), 0
+        decoder, end = self._reading.get(response.item.rid, new)
+        offsets = []
+        for token in ids:
+            offsets.append(end)
+            end += len(decoder.push([token]))
+        self._reading[response.item.rid] = decoder, end
+        return offsets
+
     def _prompt_text(self, response: Generated) -> str:
-        return response.item.text or self._tokenizer.decode(response.prompt_ids, False)
+        item = response.item
+        return item.text or self._tokenizer.decode(response.prompt_ids, item.sampling.skip_special_tokens)
 
 
 def _in_bounds(
@@ -289,7 +320,10 @@ def _in_bounds(
     try:
         return body.generate_body(prompt, logprobs=logprobs, top=top, echo=echo)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
+        faults = [
+            f"{'.'.join(NAMES_HERE.get(str(part), str(part)) for part in e['loc'])}: {e['msg']}"
+            for e in error.errors(include_input=False)
+        ]
         raise ConfigError("; ".join(faults), remedy="see docs/wire.md for the bounds of /generate's fields") from error
 
 
@@ -306,4 +340,7 @@ def _as_text(index: int, message: dict[str, Any]) -> dict[str, Any]:
             f"messages.{index} has a part of type {sorted(kinds - {'text'})[0]!r}",
             remedy="this engine reads text: leave images, audio and files out",
         )
-    return message | {"content": "".join(str(part.get("text", "")) for part in content)}
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"messages.{index} has a part without a text", remedy="give it as {type: text, text: ...}")
+    return message | {"content": "".join(texts)}

@@ -72,17 +72,15 @@ class Response:
             self._look_for_a_stop(token)
             if self.finished:
                 break
+        if not self.finished:
+            if output.error is not None:
+                self.error = output.error
+            elif output.finish_reason is not None:
+                self._finish(self._reason(output.finish_reason))
         self.num_ready = len(self.versions)
-        if self.error is not None:
-            return
-        if output.error is not None:
-            self.error = output.error
-        elif output.finish_reason is not None and self.finish_reason is None:
-            self._finish(self._reason(output.finish_reason))
 
     def _finish(self, reason: dict[str, Any]) -> None:
         self.ended = time.time()
-        self.num_ready = len(self.versions)
         self.finish_reason = reason
 
     def _reason(self, reason: FinishReason) -> dict[str, Any]:
@@ -127,9 +125,9 @@ class Response:
 
     def chunk(self) -> dict[str, Any]:
         """What a stream sends now: everything so far, as SGLang does."""
+        num_ready = self.num_ready  # read first: whoever sees the last token here sees the finish below
         if self.finish_reason is not None:
             return self.reply()
-        num_ready = self.num_ready
         if self._stream is not None:
             self._streamed += self._stream.push(self.ids[self._num_streamed : num_ready])
             self._num_streamed = num_ready

@@ -6,14 +6,24 @@ meaning. Unset sampling fields mean what they mean at `/generate`, never what a 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from zerogap.wire.messages import Body, GenerateBody, Namespace, SamplingBody, TokenId
 
 MAX_TOP_LOGPROBS = 20
-_BOOKKEEPING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority")
+_BOOKKEEPING = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "priority",
+    "session_id",
+    "custom_labels",
+)
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -24,7 +34,10 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": (),
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
+    "continue_final_message": (False,),
     "web_search_options": (),
     "verbosity": (),
     "best_of": (1,),
@@ -36,17 +49,28 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "lora_path": ("",),
     "session_params": ({},),
     "custom_params": ({},),
+    "custom_logit_processor": (),
+    "images_config": (),
+    "use_audio_in_video": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_output_ids_in_sglext": (False,),
     "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
     "return_sampling_mask": (False,),
     "return_hidden_states": (False,),
 }
 """Fields that this engine cannot honour -> the values that ask for nothing and are accepted."""
+NAMES_HERE = {"sampling_seed": "seed", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Fields of `/generate` that have another name on these routes."""
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class OpenAIBody(Body):
@@ -73,9 +97,9 @@ class OpenAIBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    rid: str | None = None
-    extra_key: Namespace | None = None
-    cache_salt: Namespace | None = None
+    rid: str | list[str] | None = None
+    extra_key: Namespace | list[Namespace] | None = None
+    cache_salt: Namespace | list[Namespace] | None = None
     pause_wait_seconds: Annotated[float, Field(ge=0)] | None = None
     return_prompt_token_ids: bool = False
     return_token_ids: bool = False
@@ -89,7 +113,9 @@ class OpenAIBody(Body):
         if not isinstance(data, dict):
             return data
         for key, value in data.items():
-            if key in _NOTHING and value is not None and value not in _NOTHING[key]:
+            if value is None:
+                continue
+            if key in _NOTHING and value not in _NOTHING[key]:
                 raise ValueError(f"`{key}` is not supported by this engine")
             if key not in cls.model_fields and key not in _NOTHING and key not in _BOOKKEEPING:
                 raise ValueError(f"unknown field `{key}`")
@@ -150,7 +176,7 @@ class OpenAIBody(Body):
 
 
 class ChatBody(OpenAIBody):
-    """`/v1/chat/completions`. `input_ids` is SGLang's: the prompt as tokens, past the template."""
+    """`/v1/chat/completions`. `input_ids` is SGLang's: the prompt as tokens; messages beside it are not read."""
 
     messages: Annotated[list[dict[str, Any]], Field(default_factory=list)]
     input_ids: list[TokenId] | None = None
@@ -161,8 +187,11 @@ class ChatBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> ChatBody:
-        if bool(self.messages) == (self.input_ids is not None):
-            raise ValueError("give `messages`, or instead of them `input_ids`")
+        if not self.messages and self.input_ids is None:
+            raise ValueError("give `messages` or `input_ids`")
+        for name in ("self", "messages"):
+            if name in self.chat_template_kwargs:
+                raise ValueError(f"`chat_template_kwargs` cannot set `{name}`")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` has no effect without `logprobs`")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

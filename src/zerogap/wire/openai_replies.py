@@ -10,6 +10,7 @@ from zerogap.types import Alternatives
 LEAST_LOGPROB = -9999.0
 """What OpenAI writes for a token that has no probability left: JSON has no minus infinity."""
 
+_REPLACEMENT = "\ufffd"
 TextOf = Callable[[int], str]
 
 
@@ -32,7 +33,8 @@ def chat_logprobs(
 
 def _entry(token: int, logprob: float | None, text_of: TextOf) -> dict[str, Any]:
     text = text_of(token)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+    whole = _REPLACEMENT not in text  # else a piece of a character, whose bytes the text does not tell
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
 
 
 def completion_logprobs(
@@ -40,24 +42,27 @@ def completion_logprobs(
     logprobs: Sequence[float | None],
     others: Sequence[Alternatives | None],
     text_of: TextOf,
-    offset: int = 0,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """The older form. `offset`: where in the text the first token begins. A prompt's first token has no logprob."""
-    texts = [text_of(token) for token in ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    """The older form. `offsets`: where in the text each token begins. A prompt's first token has no logprob."""
     top = [
-        {text_of(t): _finite(p) for p, t in found.top} if found is not None and found.top else None
+        _by_text(found, text_of) if found is not None and found.top else None
         for found in (others[i] if i < len(others) else None for i in range(len(ids)))
     ]
     return {
-        "tokens": texts,
+        "tokens": [text_of(token) for token in ids],
         "token_logprobs": [None if p is None else _finite(p) for p in logprobs],
         "top_logprobs": top if any(top) else None,
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+def _by_text(found: Alternatives, text_of: TextOf) -> dict[str, float]:
+    """Of tokens with the same text (pieces of characters have) the likeliest one."""
+    by_text: dict[str, float] = {}
+    for logprob, token in found.top:
+        by_text.setdefault(text_of(token), _finite(logprob))
+    return by_text
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ OPENAI_ROUTES: tuple[Route, ...] = (
         ours="Unset sampling fields are 1.0, 1.0 and -1 as at `/generate`; SGLang takes them from the model's "
         "generation_config.json. `seed` is always honoured. Any `model` is accepted, the reply says which one served. "
         "Tools, response formats, images and adapters are refused by name. A stream never shows the beginning of a "
-        "stop string. `logprob` -9999.0 stands for no probability.",
+        "stop string. `logprob` -9999.0 stands for no probability. `bytes` is null for a piece of a character. With "
+        "`input_ids` the messages are not read. What `return_*` asks for is in each choice.",
     ),
     Route(
         name="completions",
@@ -26,7 +27,9 @@ OPENAI_ROUTES: tuple[Route, ...] = (
         reply="OpenAI's text completion; a choice per prompt and sample",
         body=CompletionBody,
         body_required=True,
-        ours="As for chat. `echo` with `logprobs` scores the prompt; its first token has none.",
+        ours="As for chat. `echo` with `logprobs` scores the prompt, also with `max_tokens: 0`; its first token has "
+        "none. `text_offset` counts characters of the text, so a token that the text does not show "
+        "has the place of the next one. Tokens of one text share an entry of `top_logprobs`: the likeliest one's.",
     ),
     Route(
         name="models",
