@@ -16,6 +16,7 @@ from zerogap.config.schema import RunConfig
 from zerogap.engine.gpu_memory import preload_environment
 from zerogap.errors import ConfigError, EngineUnreachable
 from zerogap.supervise.processes import ChildProcess
+from zerogap.trainer.senders import delta_folder
 from zerogap.wire.api import RolloutEngine
 
 MAX_SILENCE_SECONDS = 30.0
@@ -30,7 +31,7 @@ class Engines:
         self.children: list[ChildProcess] = []
         for number in range(0 if config.engine.urls else config.engine.count):
             name = f"engine-{number}"
-            argv = _command(config, model_folder, name)
+            argv = [*_command(config, model_folder, name), "--allow-path", str(delta_folder(config, folder).parent)]
             env = preload_environment() if config.model.device == "cuda" else {}
             self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log", env=env))
         self._attached: list[EngineClient] = []

@@ -117,7 +117,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
             model_folder=model_folder,
             engine=engine,
             trainer=trainer,
-            sender=open_sender(config, engine, certificate.fingerprint if certificate.ok else None),
+            sender=open_sender(config, engine, certificate.fingerprint if certificate.ok else None, run_folder=folder),
             placement=Disaggregated(engine) if config.placement.kind == "disaggregated" else Colocated(engine, trainer),
             data=data,
             reward=reward,

@@ -52,6 +52,13 @@ def test_two_engines_give_the_run_of_one_that_takes_turns(start, tmp_path, finis
     assert_same_run(finished[0], folder, 4)
 
 
+def test_weights_that_travel_by_delta_give_the_same_run(start, tmp_path, finished):
+    finish(start(DISAGGREGATED, "engine.count=2", "refit.mode=disk_delta", "refit.keep=2", steps=4))
+    (folder,) = run_folders(tmp_path)
+    assert_same_run(finished[0], folder, 4)
+    assert len(list((folder / "weights").glob("weight_v*"))) >= 2
+
+
 async def test_an_attached_engine_gives_the_same_run_and_lives_on(start, tmp_path, finished, served):
     child, url = served
     finish(start(DISAGGREGATED, f'engine.urls=["{url}"]', "engine.threads=0", "engine.num_kv_tokens=16384", steps=4))

@@ -25,6 +25,7 @@ from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 ALWAYS = {
+    "pull_weights",
     "server_info",
     "weights_checker:manifest",
     "init_weights_update_group",
@@ -103,6 +104,10 @@ class EngineDouble:
         self.receiver = open_receiver(plan.mode, self.destination)
         self.receiver.prepare(plan)
         self.state = "updating"
+
+    async def pull_weights(self, source_dir: str, target_version: int) -> None:
+        await self._enter("pull_weights")
+        self.destination.shelf.pull(source_dir, target_version, self.weights)
 
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self._enter("update_weights_from_tensor")

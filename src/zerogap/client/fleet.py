@@ -175,6 +175,9 @@ class EngineFleet:
     async def begin_weight_update(self, plan: TransferPlan) -> None:
         await self._all(lambda e: e.begin_weight_update(plan))
 
+    async def pull_weights(self, source_dir: str, target_version: int) -> None:
+        await self._all(lambda e: e.pull_weights(source_dir, target_version))
+
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self._all(lambda e: e.update_weights_from_tensor(header))
 

@@ -197,6 +197,10 @@ class EngineClient:
     async def begin_weight_update(self, plan: TransferPlan) -> None:
         await self._update("begin_weight_update", {"selector": "all", "plan": plan.model_dump(mode="json")})
 
+    async def pull_weights(self, source_dir: str, target_version: int) -> None:
+        body = {"local_checkpoint_dir": "", "source_dir": source_dir, "target_version": target_version}
+        await self._update("pull_weights", body)
+
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         body = {"bucket": header.model_dump(mode="json"), "flush_cache": False, "abort_all_requests": False}
         await self._update("update_weights_from_tensor", body)

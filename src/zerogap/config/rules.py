@@ -219,10 +219,18 @@ def _ipc_is_local(c: RunConfig, given: Given) -> str | None:
     return None
 
 
+@_rule("refit.mode", "refit.folder", "refit.snapshot_every", "refit.keep")
+def _folder_of_deltas(c: RunConfig, given: Given) -> str | None:
+    if c.refit.mode == "disk_delta":
+        return None
+    options = ("refit.folder", "refit.snapshot_every", "refit.keep")
+    return _idle(given, options, f"refit.mode={c.refit.mode!r}", "set refit.mode='disk_delta', or remove it")
+
+
 @_rule("refit.mode", "placement.kind")
 def _own_devices_for_own_ranks(c: RunConfig, given: Given) -> str | None:
     del given
-    if c.refit.mode in ("broadcast", "broadcast_packed", "p2p") and c.placement.kind == "colocated":
+    if c.refit.mode in ("broadcast", "broadcast_packed", "p2p", "disk_delta") and c.placement.kind == "colocated":
         return (
             f"refit.mode={c.refit.mode!r} with placement.kind='colocated': it wants each side on a device of its own: "
             "use refit.mode='ipc', or placement.kind='disaggregated'"

@@ -144,11 +144,16 @@ class NumericsSettings(Section):
 
 class RefitSettings(Section):
     mode: Annotated[
-        Literal["ipc", "broadcast", "broadcast_packed", "p2p"],
+        Literal["ipc", "broadcast", "broadcast_packed", "p2p", "disk_delta"],
         Field(description="transfer mode (docs/refit.md); ipc: shared memory on one host"),
     ] = "ipc"
     max_bucket_bytes: Annotated[int, Field(ge=1 << 20, description="weights that travel together")] = 256 << 20
     deadline_seconds: Annotated[float, Field(gt=0, description="for one whole refit")] = 120.0
+    folder: Annotated[
+        str | None, Field(min_length=1, description="disk_delta: folder that trainer and engines see; none: the run's")
+    ] = None
+    snapshot_every: Annotated[int, Field(ge=1, description="disk_delta: refits between two snapshots")] = 16
+    keep: Annotated[int, Field(ge=1, description="disk_delta: newest versions that stay, and what they need")] = 4
 
 
 class EvalSettings(Section):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from zerogap.config.schema import EngineSettings
+from zerogap.engine.options import ServiceOptions
 from zerogap.engine.server import ServerSettings, run_server
 from zerogap.log import setup_logging
 
@@ -18,11 +19,17 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--settings", required=True, help="EngineSettings as JSON")
     parser.add_argument("--name", required=True)
+    parser.add_argument("--allow-path", type=Path, action="append", default=[])
     parser.add_argument("--ready-file", type=Path, required=True)
     parser.add_argument("--parent-pipe", type=int, required=True)
     options = parser.parse_args()
     setup_logging(options.name)
-    settings = ServerSettings(name=options.name, ready_file=options.ready_file, parent_pipe=options.parent_pipe)
+    settings = ServerSettings(
+        service=ServiceOptions(allowed_paths=tuple(options.allow_path)),
+        name=options.name,
+        ready_file=options.ready_file,
+        parent_pipe=options.parent_pipe,
+    )
     engine = EngineSettings.model_validate_json(options.settings)
     return run_server(options.model, engine, settings, dtype=options.dtype, device=options.device)
 

@@ -16,7 +16,8 @@ from zerogap.engine.disk import AllowedFolders
 from zerogap.engine.options import ServiceOptions
 from zerogap.engine.replies import json_reply, success
 from zerogap.errors import ConfigError, EngineStateError
-from zerogap.wire import codec, messages
+from zerogap.threads import in_daemon_thread
+from zerogap.wire import codec, messages, transfer_messages
 
 _POLL_SECONDS = 0.05
 
@@ -77,6 +78,16 @@ class ControlRoutes:
             abort_all_requests=body.abort_all_requests,
         )
         return success(f"Loaded bucket {body.bucket.index}." + relabelled(number))
+
+    async def pull_weights(self, body: transfer_messages.PullWeightsBody, _: Request) -> Response:
+        folder = self._folders.check("source_dir", body.source_dir)
+        reply = await call(self.core, "destination")
+        destination = reply["destination"]
+        # Beside the core's thread, which goes on generating: the weights are only read.
+        found = await in_daemon_thread(
+            lambda: destination.shelf.pull(str(folder), body.target_version, destination.tensors), name="pull-weights"
+        )
+        return success(f"Pulled version {body.target_version}.", **found)
 
     async def update_weights_from_disk(self, body: messages.UpdateFromDiskBody, _: Request) -> Response:
         number = version_of(body.weight_version)

@@ -369,6 +369,10 @@ class EngineCore:
     def _do_transfer_endpoint(self) -> dict[str, Any]:
         return self.weights.endpoint.model_dump(mode="json")
 
+    def _do_destination(self) -> dict[str, Any]:
+        self.machine.check("pull_weights")
+        return {"destination": self.weights.destination}
+
     def _do_groups(self, act: Callable[[Groups], bool]) -> dict[str, Any]:
         return {"found": act(self.weights.groups)}
 

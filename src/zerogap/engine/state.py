@@ -96,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("update_weights_from_disk", "work", _NOT_SAMPLING),
     Rule("get_weights_by_name", "weights", _HAS_MEMORY),
+    Rule("pull_weights", "weights", _HAS_MEMORY),
     Rule("weights_checker(checksum)", "weights", _HAS_MEMORY),
     Rule("weights_checker(snapshot)", "weights", _HAS_MEMORY),
     Rule("weights_checker(compare)", "weights", _HAS_MEMORY),

@@ -32,7 +32,7 @@ class EngineWeights:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.tensors = decoder, decoder.hf_tensors()
-        self._destination = Destination.of(self.tensors)
+        self.destination = Destination.of(self.tensors)
         self.complete = True
         self._receiver: WeightReceiver | None = None
         self._missing: set[str] = set()
@@ -42,22 +42,22 @@ class EngineWeights:
 
     @property
     def groups(self) -> Groups:
-        return self._destination.groups
+        return self.destination.groups
 
     @property
     def endpoint(self) -> RankEndpoint:
-        return self._destination.endpoint.published
+        return self.destination.endpoint.published
 
     @property
     def manifest(self) -> Manifest:
-        return self._destination.manifest
+        return self.destination.manifest
 
     def begin(self, plan: TransferPlan | None) -> None:
         """Opens a session. Raises before anything has changed if the plan is not for these weights."""
         self._close()
         self._missing = set() if self.complete else set(self.tensors)
         if plan is not None:
-            receiver = open_receiver(plan.mode, self._destination)
+            receiver = open_receiver(plan.mode, self.destination)
             receiver.prepare(plan)
             if receiver.in_place:
                 self.lose()

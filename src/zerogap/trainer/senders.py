@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from zerogap.config.schema import RunConfig
 from zerogap.weights.groups import own_address
 from zerogap.weights.modes.broadcast import BroadcastSender
 from zerogap.weights.modes.broadcast_packed import PackedSender
+from zerogap.weights.modes.disk_delta import DiskDeltaSender
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.modes.p2p import P2pSender
 from zerogap.weights.transfer import WeightSender
@@ -21,10 +23,20 @@ from zerogap.wire.tensors import TransferMode
 Make = Callable[..., WeightSender]
 
 
-def open_sender(config: RunConfig, engine: RolloutEngine, fingerprint: str | None) -> WeightSender:
+def open_sender(config: RunConfig, engine: RolloutEngine, fingerprint: str | None, *, run_folder: Path) -> WeightSender:
     """`fingerprint` is the trainer's numerics certificate, or None to claim no parity."""
     make = SENDERS[config.refit.mode](config)
+    if config.refit.mode == "disk_delta":
+        keep = {"snapshot_every": config.refit.snapshot_every, "keep": config.refit.keep}
+        make = partial(make, folder=delta_folder(config, run_folder), run=run_folder.name, **keep)
     return make(engine, fingerprint=fingerprint, max_bucket_bytes=config.refit.max_bucket_bytes)
+
+
+def delta_folder(config: RunConfig, run_folder: Path) -> Path:
+    """Through which deltas travel: a folder of the run's own, so that two runs never meet."""
+    if config.refit.folder is None:
+        return (run_folder / "weights").resolve()
+    return Path(config.refit.folder).resolve() / run_folder.name
 
 
 def slow_choice(config: RunConfig) -> str | None:
@@ -53,6 +65,7 @@ def _plain(cls: Make, config: RunConfig) -> Make:
 SENDERS: Mapping[TransferMode, Callable[[RunConfig], Any]] = {
     "broadcast": partial(_in_group, BroadcastSender),
     "broadcast_packed": partial(_in_group, PackedSender),
+    "disk_delta": partial(_plain, DiskDeltaSender),
     "ipc": partial(_plain, IpcSender),
     "p2p": partial(_plain, P2pSender),
 }

@@ -18,6 +18,7 @@ from zerogap.errors import TransferFailed
 from zerogap.weights.groups import Groups
 from zerogap.weights.manifest import Manifest, dtype_of, name_some, spec_bytes, tensor_digest
 from zerogap.weights.nixl import Endpoint
+from zerogap.weights.shelf import Shelf
 from zerogap.wire.tensors import BucketHeader, TensorEntry, TransferMode, TransferPlan
 
 RESEND = "start the refit again; if it happens twice, suspect this host's memory"
@@ -27,12 +28,13 @@ RESEND = "start the refit again; if it happens twice, suspect this host's memory
 class Destination:
     """What a receiver fills: the weights of one engine rank. `manifest` is theirs: nothing else can arrive.
 
-    `groups` are those that the rank has joined, and keeps from one session to the next.
+    `groups` are those that the rank has joined, and keeps from one session to the next; `shelf` is what it has pulled.
     """
 
     tensors: Mapping[str, Tensor]
     manifest: Manifest
     groups: Groups = field(default_factory=Groups)
+    shelf: Shelf = field(default_factory=Shelf)
 
     @cached_property
     def endpoint(self) -> Endpoint:

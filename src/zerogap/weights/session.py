@@ -1,6 +1,7 @@
 """The only place that knows the order of a refit.
 
     connect   compare manifest and fingerprint; nothing has moved, an error here leaves the engine as it was
+    prepare   what a mode can do while the engine generates (write and pull a delta)
     pause     no token may be sampled from half of the new weights          } left out where the engine is paused
     flush     keys and values of the old weights must not be found again    } and flushed already (colocated turns)
     begin     the engine closes its door: it serves nothing until the session ends well
@@ -28,7 +29,7 @@ from torch import Tensor
 from zerogap.errors import ProtocolMismatch, TransferFailed, ZerogapError
 from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, differing_names, name_some
-from zerogap.weights.transfer import WeightSender
+from zerogap.weights.transfer import PreparesAhead, WeightSender
 from zerogap.wire.tensors import TransferPlan
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ class RefitReport:
     num_bytes: int
     num_tensors: int
     num_buckets: int
+    wire_bytes: int
+    changed_bytes: int
+
+    @property
+    def density(self) -> float:
+        """The share of the weights' bytes that changed, where the mode knows it; else 1."""
+        return self.changed_bytes / self.num_bytes if self.num_bytes else 0.0
 
 
 class _Stages:
@@ -123,6 +131,9 @@ async def _run(
     stages.enter("connect")
     manifest = Manifest.of(tensors)
     plan = await sender.connect(manifest, deadline_seconds=deadline_seconds)
+    if isinstance(sender, PreparesAhead):
+        stages.enter("prepare")
+        plan = await sender.prepare(plan, tensors, version)
     if pause is not None:
         stages.enter("pause")
         await engine.pause_generation(pause)
@@ -151,6 +162,8 @@ async def _run(
         num_bytes=plan.num_bytes,
         num_tensors=plan.num_tensors,
         num_buckets=num_buckets,
+        wire_bytes=plan.num_bytes if plan.delta is None else plan.delta.wire_bytes,
+        changed_bytes=plan.num_bytes if plan.delta is None else plan.delta.changed_bytes,
     )
 
 

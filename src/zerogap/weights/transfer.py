@@ -5,8 +5,8 @@ A mode is one file in `weights/modes` that holds both halves. The order of the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -34,6 +34,15 @@ class WeightSender(Protocol):
 
     async def close(self) -> None:
         """Gives back everything the sender holds outside its process. Safe after any failure, and twice."""
+        ...
+
+
+@runtime_checkable
+class PreparesAhead(Protocol):
+    """A sender with work that can be done while the engine still generates."""
+
+    async def prepare(self, plan: TransferPlan, tensors: Mapping[str, Tensor], version: int) -> TransferPlan:
+        """Called after `connect`, before the pause; returns the plan that opens the session."""
         ...
 
 

@@ -145,6 +145,10 @@ class RolloutEngine(Protocol):
 
     async def begin_weight_update(self, plan: TransferPlan) -> None: ...
 
+    async def pull_weights(self, source_dir: str, target_version: int) -> None:
+        """Reads and checks a version of a folder of deltas, while generation goes on; a session then loads it."""
+        ...
+
     async def update_weights_from_tensor(self, header: BucketHeader) -> None: ...
 
     async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:

@@ -335,10 +335,17 @@ _NATIVE: tuple[Route, ...] = (
         "send the weights in buckets, with update_weights_from_tensor",
         body=transfer_messages.UpdateFromIpcBody,
     ),
-    _absent(
+    Route(
         "pull_weights",
-        "give the engine a whole folder, with update_weights_from_disk",
-        body=transfer_messages.PullWeightsBody,
+        "/pull_weights",
+        (POST,),
+        "`{success, message, num_changed_tensors, changed_tensor_bytes}`",
+        transfer_messages.PullWeightsBody,
+        body_required=True,
+        idempotent=True,
+        ours="Reads a version of `source_dir` (docs/refit.md), checks every digest and keeps what changed until a "
+        "session of mode disk_delta loads it; nothing is written, `local_checkpoint_dir` has no meaning. Generation "
+        "goes on.",
     ),
     _absent(
         "load_lora_adapter",

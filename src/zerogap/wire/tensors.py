@@ -106,6 +106,16 @@ class RankEndpoint(_Frozen):
     places: tuple[Place, ...]
 
 
+class DeltaSource(_Frozen):
+    """In mode disk_delta: which version of which folder a session loads, and what its trip cost."""
+
+    folder: str
+    run: str
+    version: Count
+    wire_bytes: Count
+    changed_bytes: Count
+
+
 class TransferPlan(_Frozen):
     """What a weight-update session will send; given to the engine with `begin_weight_update`.
 
@@ -123,3 +133,4 @@ class TransferPlan(_Frozen):
     max_bucket_bytes: Annotated[int, Field(gt=0)]
     deadline_seconds: Annotated[float, Field(gt=0)]
     tensors: tuple[TensorSpec, ...]
+    delta: DeltaSource | None = None

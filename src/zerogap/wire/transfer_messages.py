@@ -52,8 +52,8 @@ class UpdateFromIpcBody(Body):
 
 
 class PullWeightsBody(Body):
-    local_checkpoint_dir: str
-    source_dir: str
+    local_checkpoint_dir: str = ""
+    source_dir: Annotated[str, Field(min_length=1)]
     target_version: Count
 
 

@@ -8,6 +8,7 @@ from zerogap.errors import TransferFailed
 from zerogap.weights.arrival import Destination
 from zerogap.weights.modes.broadcast import BroadcastReceiver
 from zerogap.weights.modes.broadcast_packed import PackedReceiver
+from zerogap.weights.modes.disk_delta import DiskDeltaReceiver
 from zerogap.weights.modes.ipc import IpcReceiver
 from zerogap.weights.modes.p2p import P2pReceiver
 from zerogap.weights.transfer import WeightReceiver
@@ -16,6 +17,7 @@ from zerogap.wire.tensors import TransferMode
 RECEIVERS: Mapping[TransferMode, Callable[[Destination], WeightReceiver]] = {
     "broadcast": BroadcastReceiver,
     "broadcast_packed": PackedReceiver,
+    "disk_delta": DiskDeltaReceiver,
     "ipc": IpcReceiver,
     "p2p": P2pReceiver,
 }
