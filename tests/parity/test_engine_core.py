@@ -5,6 +5,8 @@ Each test scores what the engine gave with the training forward of the weights t
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 import asyncio
 import random
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ from support.tiny import TINY_QWEN3, tiny_decoder, tiny_folder
 from zerogap.client.http import EngineClient
 from zerogap.config.schema import EngineSettings
 from zerogap.engine.core import EngineCore
+from zerogap.engine.options import ServiceOptions
 from zerogap.errors import EngineStateError, ParityError
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.session import refit, refit_and_continue
@@ -36,7 +39,8 @@ def folder(tmp_path_factory):
 @asynccontextmanager
 async def engine(folder, **settings):
     core = EngineCore(folder, EngineSettings(**{"num_kv_tokens": 4096, "threads": 1} | settings))
-    async with served(core, folder) as url, EngineClient(url) as client:
+    options = ServiceOptions(allowed_paths=(Path(tempfile.gettempdir()),))
+    async with served(core, folder, options=options) as url, EngineClient(url) as client:
         yield client
 
 

@@ -140,7 +140,7 @@ def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
         Row("end_weight_update", {}, before=("begin_weight_update",), fails=True, name="an end before its buckets"),
         Row("update_weights_from_disk", {"model_path": str(folder)}, SUCCESS),
         Row("update_weight_version", {"new_version": "0"}, _keys("success", "message", "new_version")),
-        Row("pull_weights", {"source_dir": "/nowhere"}, status=lambda _: 400),
+        Row("pull_weights", {"source_dir": "/nowhere", "target_version": 1}, status=lambda _: 403),
         Row("get_weights_by_name", {"name": "model.norm.weight"}),
         *checker,
         Row("weights_checker(compare)", {"action": "compare"}, SUCCESS, ("weights_checker(snapshot)",)),

@@ -7,7 +7,6 @@ which are legal. A step that raises fails its requests and the core, with the ca
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import logging
 import os
 import queue
@@ -30,7 +29,7 @@ from zerogap.engine.requests import Sequence as Running
 from zerogap.engine.state import StateMachine
 from zerogap.engine.weights import EngineWeights
 from zerogap.errors import ConfigError, EngineUnreachable, RolloutError, ZerogapError
-from zerogap.model.registry import parse_device, parse_dtype
+from zerogap.model.registry import generation_eos_ids, parse_device, parse_dtype
 from zerogap.types import FinishReason
 from zerogap.weights.groups import Groups
 from zerogap.weights.handshake import communication_settings
@@ -68,7 +67,7 @@ class EngineCore:
         self.vocab_size = config.vocab_size
         self.max_context = min(config.max_position_embeddings, self.runner.scheduler.num_tokens)
         self._vocabulary = frozenset(range(config.vocab_size))
-        self._eos_ids = frozenset(config.eos_token_ids) | _generation_eos_ids(model_folder)
+        self._eos_ids = frozenset(config.eos_token_ids) | generation_eos_ids(model_folder)
         self._certificate = decoder.certificate
         self.machine = StateMachine()
         self._profiler, self._sleep_seconds = StepProfiler(), 0.0
@@ -443,10 +442,3 @@ class EngineCore:
             "num_threads": self._num_threads,
             "communication": communication_settings(),
         }
-
-
-def _generation_eos_ids(folder: Path) -> frozenset[int]:
-    """What generation_config.json adds to the EOS list of config.json: chat models often end a turn with another."""
-    path = folder / "generation_config.json"
-    given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    return frozenset([given] if isinstance(given, int) else given or ())

@@ -66,3 +66,10 @@ def load_decoder(
     decoder = Decoder(read_config(folder), dtype=dtype, allocate=allocate, device=device)
     load_into(decoder.hf_tensors(), folder)
     return decoder
+
+
+def generation_eos_ids(folder: Path) -> frozenset[int]:
+    """What generation_config.json adds to the EOS list of config.json: chat models often end a turn with another."""
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return frozenset([given] if isinstance(given, int) else given or ())
