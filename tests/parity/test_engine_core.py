@@ -5,11 +5,11 @@ Each test scores what the engine gave with the training forward of the weights t
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 import asyncio
 import random
+import tempfile
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
