@@ -20,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from zerogap.engine.gpu_runner import GpuRunner
 from zerogap.engine.requests import SamplingParams, Sequence
 from zerogap.model.config import ModelConfig
 from zerogap.model.decoder import Decoder
+from zerogap.model.layers import Linear
 from zerogap.numerics.gpu import attention, certify, gemm, rows, vocabulary
 from zerogap.numerics.gpu.packed import PackedRuns, packed_attend
+from zerogap.numerics.matmul import LinearRoute
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -306,6 +310,70 @@ class Report:
             self._out.write_text(json.dumps(self.results, indent=2, default=str) + "\n")
 
 
+def with_library_defaults(decoder: Decoder) -> None:
+    """The same model with whatever kernels the library picks, split-K and all: what exactness is compared with."""
+    torch.backends.cuda.preferred_blas_library("default")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    plain = LinearRoute("gpu", 1, 1, F.linear)
+    for module in decoder.modules():
+        if isinstance(module, Linear):
+            module.route = plain
+    decoder.head_route = plain
+
+
+def step_profile(runner: GpuRunner, config: ModelConfig) -> dict[str, Any]:
+    """Microseconds of one decode step of 256 rows with about 500 keys each, by kernel."""
+    prompts, _ = workload(config.vocab_size)
+    for i in range(256):
+        params = SamplingParams(max_new_tokens=600, temperature=1.0, seed=i, ignore_eos=True)
+        runner.scheduler.add(Sequence(str(i), tuple(prompts[i // 8]), params, frozenset()))
+    for _ in range(26):
+        runner.step()
+    steps = 16
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        runner.step()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for found in profile.key_averages():
+        name = found.key.split("<")[0][:60]
+        spent[name] = spent.get(name, 0.0) + found.self_device_time_total / steps
+    runner.scheduler.remove([*runner.scheduler.running, *runner.scheduler.waiting])
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    return {"all": round(sum(spent.values()), 1)} | {name: round(us, 1) for name, us in ordered[:14] if us > 0.5}
+
+
+def transformers_step(config: ModelConfig, hf: dict[str, Any], sequences: list[Sequence]) -> dict[str, float]:
+    """The field's parts on the same tokens: transformers in bf16 with sdpa, 8 sequences a micro-batch sorted by length,
+    the loss over chunks of the vocabulary's rows, fused AdamW. The third of three counts.
+    """
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in hf.items() if k != "model_type"})).to(CUDA, torch.bfloat16)
+    model.config._attn_implementation = "sdpa"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    order, seconds = sorted(sequences, key=lambda s: len(s.tokens)), 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for start in range(0, len(order), 8):
+            part = order[start : start + 8]
+            width = max(len(s.tokens) for s in part)
+            ids = torch.tensor([s.tokens + [0] * (width - len(s.tokens)) for s in part], device=CUDA)
+            mask = torch.tensor([[1] * len(s.tokens) + [0] * (width - len(s.tokens)) for s in part], device=CUDA)
+            hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            rows, targets = hidden[:, :-1][mask[:, 1:].bool()], ids[:, 1:][mask[:, 1:].bool()]
+            leaf = rows.detach().requires_grad_()
+            for chunk in range(0, len(rows), 4096):
+                logits = model.lm_head(leaf[chunk : chunk + 4096])
+                F.cross_entropy(logits.float(), targets[chunk : chunk + 4096], reduction="sum").backward()
+            rows.backward(leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        print("transformers", seconds, flush=True)
+    return {"seconds": seconds, "tokens": sum(len(s.tokens) for s in sequences)}
+
+
 def random_decoder(config: ModelConfig) -> Decoder:
     decoder = Decoder(config, dtype=torch.bfloat16, device=CUDA)
     torch.manual_seed(0)
@@ -330,7 +398,7 @@ def three_rollouts(runner: GpuRunner, config: ModelConfig) -> tuple[list[Sequenc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="bits,linears,attention,rollout,train")
+    parser.add_argument("--only", default="bits,linears,attention,rollout,train,library")
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(MODELS))
     parser.add_argument("--tokens-per-pack", type=int, default=24576)
     parser.add_argument("--out", type=Path)
@@ -348,8 +416,15 @@ def main() -> None:
     sequences, figures = three_rollouts(runner, config)
     report.add("rollout", lambda: figures)
     report.add("gap", lambda: gap(decoder, sequences, 1.0))
+    report.add("decode step", lambda: step_profile(runner, config))
     if "train" in wanted:
         report.add("train", lambda: train(decoder, sequences, options.tokens_per_pack))
+        torch.cuda.empty_cache()
+        report.add("transformers", lambda: transformers_step(config, MODELS[options.model], sequences))
+    if "library" in wanted:
+        with_library_defaults(decoder)
+        plain = GpuRunner(decoder, num_kv_tokens=400_000, max_running=256, prefill_tokens=16384)
+        report.add("rollout with library defaults", lambda: three_rollouts(plain, config)[1])
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def random_folder(folder: Path) -> Path:
     return folder
 
 
-async def generate(engine: RolloutEngine, step: int) -> list[PromptGroup]:
+async def generate(engine: RolloutEngine, step: int, temperature: float) -> list[PromptGroup]:
     prompts, lengths = workload(QWEN3["vocab_size"])
     sampling = [
-        SamplingBody(max_new_tokens=n, temperature=1.0, ignore_eos=True, sampling_seed=step * 1000 + i)
+        SamplingBody(max_new_tokens=n, temperature=temperature, ignore_eos=True, sampling_seed=step * 1000 + i)
         for i, n in enumerate(lengths)
     ]
     body = GenerateBody(
@@ -91,7 +91,7 @@ class Clock:
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + time.perf_counter() - self._started
 
 
-async def run(steps: int, place: Path) -> list[dict[str, Any]]:
+async def run(steps: int, temperature: float, place: Path) -> list[dict[str, Any]]:
     folder = random_folder(place / "model")
     overrides = [
         f"model.path={folder}", "model.device=cuda", "model.dtype=bfloat16", "data.task=max4", "trainer.lr=1e-6",
@@ -116,11 +116,14 @@ async def run(steps: int, place: Path) -> list[dict[str, Any]]:
                 return published_weights(trainer.hf_tensors(), torch.bfloat16)
 
             await refit_and_continue(engine, sender, weights(), 1, deadline_seconds=60)
+            one = GenerateBody(input_ids=[1, 2, 3], sampling_params=SamplingBody(max_new_tokens=1))
+            await engine.generate(one)
+            print(f"first token after {time.perf_counter() - started:.1f} s", flush=True)
             for step in range(steps):
                 span, begun = Clock(), time.perf_counter()
                 with span("rollout"):
-                    groups = await generate(engine, step)
-                batch = make_batch(step, 1.0, groups, "group_norm")
+                    groups = await generate(engine, step, temperature)
+                batch = make_batch(step, temperature, groups, "group_norm")
                 async with placement.trainer_turn(span):
                     with span("train"):
                         stats = await asyncio.to_thread(trainer.train_step, batch)
@@ -144,10 +147,11 @@ async def run(steps: int, place: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        results = asyncio.run(run(options.steps, Path(place)))
+        results = asyncio.run(run(options.steps, options.temperature, Path(place)))
     if options.out:
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         options.out.write_text(json.dumps({"about": about, "steps": results}, indent=2) + "\n")
