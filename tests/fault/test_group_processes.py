@@ -44,7 +44,7 @@ GROUP_MODES = ("broadcast", "broadcast_packed")
 in_a_group = pytest.mark.parametrize("mode", GROUP_MODES)
 
 
-@pytest.fixture(params=[param for param in IN_EVERY_MODE if param.values[0] != "ipc"])
+@pytest.fixture(params=[param for param in IN_EVERY_MODE if param.values[0] in (*GROUP_MODES, "p2p")])
 def mode(request) -> str:
     return request.param
 

@@ -29,6 +29,7 @@ from zerogap.engine.requests import Sequence as Running
 from zerogap.engine.state import StateMachine
 from zerogap.engine.weights import EngineWeights
 from zerogap.errors import ConfigError, EngineUnreachable, RolloutError, ZerogapError
+from zerogap.model.decoder import Decoder
 from zerogap.model.registry import generation_eos_ids, parse_device, parse_dtype
 from zerogap.types import FinishReason
 from zerogap.weights.groups import Groups
@@ -54,13 +55,14 @@ class EngineCore:
     """One model, served. `start` it before use; every other call may come from any thread."""
 
     def __init__(
-        self, model_folder: Path, settings: EngineSettings, *, dtype: str = "float32", device: str = "cpu"
-    ) -> None:
+        self, model_folder: Path, settings: EngineSettings, *, dtype: str = "float32", device: str = "cpu",
+        shares: Decoder | None = None,
+    ) -> None:  # fmt: skip
         self._num_threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
         self._settings = settings
         self._memory, decoder, self.runner = make_parts(
-            model_folder, settings, parse_dtype(dtype), parse_device(device)
+            model_folder, settings, parse_dtype(dtype), parse_device(device), shares
         )
         self.weights = EngineWeights(decoder)
         config = decoder.config

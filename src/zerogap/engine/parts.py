@@ -13,6 +13,7 @@ from zerogap.engine.memory import HostMemory, Released, Residency
 from zerogap.engine.requests import Sequence as Running
 from zerogap.engine.runner import Runner
 from zerogap.engine.scheduler import Scheduler
+from zerogap.errors import ConfigError
 from zerogap.model.decoder import Decoder
 from zerogap.model.layers import Allocate
 from zerogap.model.registry import load_decoder
@@ -45,14 +46,23 @@ class StepRunner(Protocol):
 
 
 def make_parts(
-    model_folder: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device
+    model_folder: Path,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: torch.device,
+    shares: Decoder | None = None,
 ) -> tuple[TaggedMemory, Decoder, StepRunner]:
-    """The model loaded, with its memory and its runner."""
+    """The model loaded, with its memory and its runner. `shares`: a decoder in this process whose weights it uses."""
     sizes = {
         "num_kv_tokens": settings.num_kv_tokens,
         "max_running": settings.max_running_requests,
         "prefill_tokens": settings.chunk_size,
     }
+    if device.type == "cuda" and shares is not None:
+        raise ConfigError(
+            "an engine on a GPU cannot use the weights of another decoder: its graphs hold their own",
+            remedy="leave `shares` out, and refit by ipc",
+        )
     if device.type == "cuda":
         from zerogap.engine.gpu_memory import DeviceMemory  # noqa: PLC0415  Triton is there on a GPU only
         from zerogap.engine.gpu_runner import GpuRunner  # noqa: PLC0415
@@ -62,5 +72,9 @@ def make_parts(
         runner = GpuRunner(decoder, **sizes, allocate=memory.allocate("kv_cache"), capture=memory.capture)
         return memory, decoder, runner
     host = HostMemory()
-    decoder = load_decoder(model_folder, dtype=dtype, allocate=host.allocate("weights"))
+    if shares is None:
+        decoder = load_decoder(model_folder, dtype=dtype, allocate=host.allocate("weights"))
+    else:
+        decoder = load_decoder(model_folder, dtype=dtype)
+        decoder.share(shares)
     return host, decoder, Runner(decoder, **sizes, allocate=host.allocate("kv_cache"))

@@ -106,6 +106,12 @@ class Decoder(nn.Module):
         if self.head is not None:
             yield "lm_head.weight", self.head.weight.detach()
 
+    def share(self, other: Decoder) -> None:
+        """From here on the parameters are the other decoder's memory; serving copies stay this one's own."""
+        for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+            mine.data = theirs.data
+
     def prepack(self) -> None:
         """Makes the serving copies of the linears. Call after every change of weights; the bits do not change."""
         for module in self.modules():

@@ -11,6 +11,7 @@ from zerogap.weights.modes.broadcast_packed import PackedReceiver
 from zerogap.weights.modes.disk_delta import DiskDeltaReceiver
 from zerogap.weights.modes.ipc import IpcReceiver
 from zerogap.weights.modes.p2p import P2pReceiver
+from zerogap.weights.modes.shared import SharedReceiver
 from zerogap.weights.transfer import WeightReceiver
 from zerogap.wire.tensors import TransferMode
 
@@ -20,6 +21,7 @@ RECEIVERS: Mapping[TransferMode, Callable[[Destination], WeightReceiver]] = {
     "disk_delta": DiskDeltaReceiver,
     "ipc": IpcReceiver,
     "p2p": P2pReceiver,
+    "shared": SharedReceiver,
 }
 
 
