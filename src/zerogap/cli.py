@@ -77,6 +77,15 @@ def serve(
 
 
 @app.command
+def doctor(model: str = "smollm2-135m-instruct", *, dtype: str = "float32", device: str = "cpu") -> int:
+    """Show what this machine is, and whether engine and trainer agree on it bit for bit for MODEL; 0 if they do."""
+    from zerogap.doctor import examine
+    from zerogap.model.importer import resolve
+
+    return examine(resolve(model), dtype=dtype, device=device)
+
+
+@app.command
 def report(*runs: Path, out: Path | None = None) -> int:
     """Write report.html and its figures for one or several run folders."""
     if not runs:

@@ -66,6 +66,9 @@ class EngineProcess:
     async def begin_weight_update(self, plan: TransferPlan) -> None:
         await self.call("begin_weight_update", plan.model_dump(mode="json"))
 
+    async def pull_weights(self, source_dir: str, target_version: int) -> None:
+        await self.call("pull_weights", source_dir, target_version)
+
     async def update_weights_from_tensor(self, header: BucketHeader) -> None:
         await self.call("update_weights_from_tensor", header.model_dump(mode="json"))
 

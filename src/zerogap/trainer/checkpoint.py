@@ -58,7 +58,7 @@ def save(root: Path, trainer: Trainer, progress: Progress, *, copy_from: Path | 
         (partial / _STATE).parent.mkdir(parents=True)
         config = trainer.decoder.config.to_hf(str(trainer.decoder.dtype).removeprefix("torch."))
         save_model(partial, trainer.hf_tensors(), config, copy_from=copy_from)
-        save_file(trainer.optimizer.state(), partial / _OPTIMIZER)
+        save_file(trainer.optimizer_state(), partial / _OPTIMIZER)
         (partial / _STATE).write_text(json.dumps(_state(progress)), encoding="utf-8")
         shutil.copymode(partial / _STATE, partial / _OPTIMIZER)  # safetensors makes files for their owner only
         for path in (partial / _OPTIMIZER, partial / _STATE, (partial / _STATE).parent, partial):

@@ -7,7 +7,7 @@ and the pages that the allocator holds without using them. On a GPU masters and 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -78,6 +78,11 @@ class ParkedTensors:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         return OffloadReport(gradient_bytes, max(0, free - before), total - free)
+
+    def whereabouts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors, those that are parked as their copies in host memory."""
+        away = {tensor.untyped_storage()._cdata: host for tensor, host in self._parked}
+        return {name: away.get(t.untyped_storage()._cdata, t) for name, t in tensors.items()}
 
     def restore(self) -> None:
         for tensor, host in self._parked:

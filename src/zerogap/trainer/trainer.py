@@ -104,6 +104,10 @@ class Trainer:
             return self._parked.park(self.optimizer.drop_gradients, self.optimizer.held())
         return give_back(self.optimizer.drop_gradients)
 
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beside the weights; readable between the turns too."""
+        return self._parked.whereabouts(self.optimizer.state())
+
     def hf_tensors(self) -> dict[str, Tensor]:
         """What a refit sends: Hugging Face names and views of the current weights."""
         return self.decoder.hf_tensors()
