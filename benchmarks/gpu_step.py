@@ -105,7 +105,7 @@ async def run(steps: int, temperature: float, place: Path) -> list[dict[str, Any
     try:
         decoder = load_decoder(folder, dtype=torch.bfloat16, device=torch.device("cuda"))
         trainer = Trainer(decoder, config.trainer, num_steps=steps, max_new_tokens=1024)
-        async with engines.connect() as engine:
+        async with engines.connect(decoder) as engine:
             print(f"engine ready after {time.perf_counter() - started:.1f} s", flush=True)
             sender = IpcSender(
                 engine, fingerprint=decoder.certificate.fingerprint, max_bucket_bytes=config.refit.max_bucket_bytes

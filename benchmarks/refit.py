@@ -33,7 +33,7 @@ from zerogap.engines import Engines
 from zerogap.errors import ZerogapError
 from zerogap.model.config import ModelConfig
 from zerogap.model.decoder import Decoder
-from zerogap.model.registry import parse_dtype
+from zerogap.model.registry import load_decoder, parse_dtype
 from zerogap.trainer.publish import published_weights
 from zerogap.trainer.senders import open_sender
 from zerogap.weights.session import refit_and_continue
@@ -85,15 +85,21 @@ async def measure(folder: Path, dtype: str, mode: str, repeats: int, bucket_byte
         }
     )
     trainer = _Steps(folder, dtype)
-    engines = Engines(config, folder, Path(tempfile.mkdtemp(dir=folder.parent)))
+    run_folder = Path(tempfile.mkdtemp(dir=folder.parent))
+    engines = Engines(config, folder, run_folder)
     try:
-        async with engines.connect() as engine:
-            sender = open_sender(config, engine, None)
-            pids = [os.getpid(), (await engine.server_info()).pid]
+        decoder = load_decoder(folder, dtype=parse_dtype(dtype)) if mode == "shared" else None
+        async with engines.connect(decoder) as engine:
+            sender = open_sender(config, engine, None, run_folder=run_folder)
+            pids = list({os.getpid(), (await engine.server_info()).pid})
             reports, peaks, copies = [], [], []
             for version in range(1, repeats + 2):
                 trainer.step()
                 weights = trainer.weights()
+                if decoder is not None:
+                    for weight, tensor in decoder.hf_tensors().items():
+                        tensor.copy_(weights[weight])
+                    weights = decoder.hf_tensors()
                 copies.append(_memcpy_seconds(weights))
                 resting = _reset_peaks(pids)
                 reports.append(await refit_and_continue(engine, sender, weights, version, deadline_seconds=300.0))
@@ -114,7 +120,8 @@ async def measure(folder: Path, dtype: str, mode: str, repeats: int, bucket_byte
         "pause_ratio": pause / copy,
         "digest_ratio": digest / copy,
         "weight_bytes": counted[0].num_bytes,
-        "moved_bytes": 0 if mode == "shared" else getattr(sender, "moved_bytes", counted[-1].num_bytes),
+        "moved_bytes": 0 if mode == "shared" else counted[-1].wire_bytes,
+        "density": counted[-1].density,
         "peak_extra_bytes": max(peaks[1:]),
         "num_buckets": counted[0].num_buckets,
     }
@@ -124,8 +131,6 @@ class _Steps:
     """Masters in float32 and an optimizer: the weights move as a run's do."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        from zerogap.model.registry import load_decoder  # noqa: PLC0415  only the parent needs the weights
-
         loaded = load_decoder(folder, dtype=torch.float32).hf_tensors()
         self._dtype = parse_dtype(dtype)
         self._masters = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in loaded.items()}

@@ -14,7 +14,9 @@ from zerogap.client.health import wait_healthy, watch
 from zerogap.client.http import Deadlines, EngineClient
 from zerogap.config.schema import RunConfig
 from zerogap.engine.gpu_memory import preload_environment
+from zerogap.engine.inside import InsideEngine
 from zerogap.errors import ConfigError, EngineUnreachable
+from zerogap.model.decoder import Decoder
 from zerogap.supervise.processes import ChildProcess
 from zerogap.trainer.senders import delta_folder
 from zerogap.wire.api import RolloutEngine
@@ -27,9 +29,12 @@ class Engines:
     """The engines of one run. Making this starts the processes; `connect` waits until they serve."""
 
     def __init__(self, config: RunConfig, model_folder: Path, folder: Path) -> None:
+        self._config, self._model_folder = config, model_folder
         self._settings, self._key = config.engine, _key(config.engine.api_key_env)
         self.children: list[ChildProcess] = []
-        for number in range(0 if config.engine.urls else config.engine.count):
+        self._inside: InsideEngine | None = None
+        started = 0 if config.engine.urls or config.refit.mode == "shared" else config.engine.count
+        for number in range(started):
             name = f"engine-{number}"
             argv = [*_command(config, model_folder, name), "--allow-path", str(delta_folder(config, folder).parent)]
             env = preload_environment() if config.model.device == "cuda" else {}
@@ -37,8 +42,11 @@ class Engines:
         self._attached: list[EngineClient] = []
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[RolloutEngine]:
-        """All of them as one engine. Raises EngineUnreachable, by name, for the first that is not there in time."""
+    async def connect(self, decoder: Decoder | None = None) -> AsyncIterator[RolloutEngine]:
+        """All of them as one engine. Raises EngineUnreachable, by name, for the first that is not there in time.
+
+        `decoder` is the trainer's: in mode shared the engine is made here and uses its weights.
+        """
         settings = self._settings
         deadlines = Deadlines(
             call_seconds=settings.call_deadline_seconds, generate_seconds=settings.rollout_deadline_seconds
@@ -48,6 +56,13 @@ class Engines:
             for child in self.children:
                 ready = await child.wait_ready(settings.startup_deadline_seconds)
                 client = EngineClient(ready["url"], name=child.name, deadlines=deadlines)
+                clients.append(await stack.enter_async_context(client))
+            if self._config.refit.mode == "shared":
+                config = self._config
+                assert decoder is not None, "mode shared needs the trainer's decoder"
+                self._inside = InsideEngine(self._model_folder, settings, decoder, dtype=config.model.dtype)
+                url = await stack.enter_async_context(self._inside.serve("engine-0"))
+                client = EngineClient(url, name="engine-0", deadlines=deadlines)
                 clients.append(await stack.enter_async_context(client))
             for url in settings.urls:
                 made = EngineClient(url, name=url, deadlines=deadlines, api_key=self._key)
@@ -61,6 +76,8 @@ class Engines:
         """The error that explains the end of the first engine that ends."""
         ends = [asyncio.ensure_future(child.wait_death()) for child in self.children]
         ends += [asyncio.ensure_future(_silence(client)) for client in self._attached]
+        if self._inside is not None:
+            ends.append(asyncio.ensure_future(self._inside.wait_death()))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return next(end.result() for end in ends if end.done())

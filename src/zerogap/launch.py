@@ -23,7 +23,7 @@ from zerogap.model.importer import resolve
 from zerogap.model.registry import load_decoder, parse_device, parse_dtype
 from zerogap.model.tokenizer import Tokenizer
 from zerogap.numerics.certify import Certificate
-from zerogap.placement import Colocated, Disaggregated
+from zerogap.placement import Colocated, Disaggregated, OneProcess, Placement
 from zerogap.report.live import LiveView
 from zerogap.report.page import write_report
 from zerogap.report.recorder import Recorder
@@ -33,6 +33,7 @@ from zerogap.supervise.interrupts import Interrupts
 from zerogap.trainer import checkpoint
 from zerogap.trainer.senders import open_sender, slow_choice
 from zerogap.trainer.trainer import Trainer
+from zerogap.wire.api import RolloutEngine
 
 _DEATH_SECONDS = 1.0
 
@@ -110,7 +111,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         certificate = _checked(trainer.decoder.certificate, config, recorder)
         if (slow := slow_choice(config)) is not None:
             recorder.warning(slow, "set refit.mode to broadcast_packed, or to ipc")
-        engine = await stack.enter_async_context(engines.connect())
+        engine = await stack.enter_async_context(engines.connect(trainer.decoder))
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(
             config=config,
@@ -118,7 +119,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
             engine=engine,
             trainer=trainer,
             sender=open_sender(config, engine, certificate.fingerprint if certificate.ok else None, run_folder=folder),
-            placement=Disaggregated(engine) if config.placement.kind == "disaggregated" else Colocated(engine, trainer),
+            placement=_placement(config, engine, trainer),
             data=data,
             reward=reward,
             recorder=recorder,
@@ -127,6 +128,12 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         done = await _until_death(loop, first_step, engines, interrupts)
         view.say(f"{done} steps done, checkpoint in {folder / 'checkpoints'}")
     return interrupts.exit_code
+
+
+def _placement(config: RunConfig, engine: RolloutEngine, trainer: Trainer) -> Placement:
+    if config.placement.kind == "disaggregated":
+        return Disaggregated(engine)
+    return OneProcess(engine, trainer) if config.refit.mode == "shared" else Colocated(engine, trainer)
 
 
 async def _until_death(loop: Loop, first_step: int, engines: Engines, interrupts: Interrupts) -> int:

@@ -81,3 +81,29 @@ class Disaggregated:
         yield
         with span("resume"):
             await self._engine.continue_generation()
+
+
+class OneProcess:
+    """Engine and trainer share a process and the weights: the cache alone goes back for the time of the training."""
+
+    def __init__(self, engine: RolloutEngine, trainer: Tenant) -> None:
+        self._engine, self._trainer = engine, trainer
+
+    @asynccontextmanager
+    async def trainer_turn(self, span: Span) -> AsyncIterator[None]:
+        cache: Tags = ["kv_cache", "cuda_graph"]
+        with span("release"):
+            await self._engine.pause_generation("abort")  # before the weights change under the engine
+            await self._engine.flush_cache()
+            await self._engine.release_memory_occupation(cache)
+            self._trainer.onload()
+        yield
+        self._trainer.offload()
+
+    @asynccontextmanager
+    async def refit_turn(self, span: Span) -> AsyncIterator[None]:
+        cache: Tags = ["kv_cache", "cuda_graph"]
+        yield
+        with span("resume"):
+            await self._engine.resume_memory_occupation(cache)
+            await self._engine.continue_generation()

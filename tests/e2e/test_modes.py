@@ -21,3 +21,10 @@ def test_a_run_in_this_mode_is_the_run_that_takes_turns(mode, start, tmp_path, f
     (folder,) = run_folders(tmp_path)
     assert_same_run(finished[0], folder, 4)
     assert ("69% to 72% slower" in output) == (mode == "p2p")
+
+
+def test_a_run_in_one_process_that_moves_no_weight_is_the_same_run(start, tmp_path, finished):
+    finish(start("refit.mode=shared", steps=4))
+    (folder,) = run_folders(tmp_path)
+    assert_same_run(finished[0], folder, 4)
+    assert not list(folder.glob("engine-*.log"))

@@ -219,6 +219,21 @@ def _ipc_is_local(c: RunConfig, given: Given) -> str | None:
     return None
 
 
+@_rule("refit.mode", "placement.kind", "model.device")
+def _shared_is_one_process(c: RunConfig, given: Given) -> str | None:
+    del given
+    if c.refit.mode != "shared":
+        return None
+    if c.placement.kind != "colocated":
+        return (
+            f"refit.mode='shared' with placement.kind={c.placement.kind!r}: the engine is in the trainer's process: "
+            "set placement.kind='colocated', or another mode"
+        )
+    if c.model.device != "cpu":
+        return f"refit.mode='shared' with model.device={c.model.device!r}: it works on a CPU only: use refit.mode='ipc'"
+    return None
+
+
 @_rule("refit.mode", "refit.folder", "refit.snapshot_every", "refit.keep")
 def _folder_of_deltas(c: RunConfig, given: Given) -> str | None:
     if c.refit.mode == "disk_delta":

@@ -144,7 +144,7 @@ class NumericsSettings(Section):
 
 class RefitSettings(Section):
     mode: Annotated[
-        Literal["ipc", "broadcast", "broadcast_packed", "p2p", "disk_delta"],
+        Literal["ipc", "shared", "broadcast", "broadcast_packed", "p2p", "disk_delta"],
         Field(description="transfer mode (docs/refit.md); ipc: shared memory on one host"),
     ] = "ipc"
     max_bucket_bytes: Annotated[int, Field(ge=1 << 20, description="weights that travel together")] = 256 << 20

@@ -16,6 +16,7 @@ from zerogap.weights.modes.broadcast_packed import PackedSender
 from zerogap.weights.modes.disk_delta import DiskDeltaSender
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.modes.p2p import P2pSender
+from zerogap.weights.modes.shared import SharedSender
 from zerogap.weights.transfer import WeightSender
 from zerogap.wire.api import RolloutEngine
 from zerogap.wire.tensors import TransferMode
@@ -68,4 +69,5 @@ SENDERS: Mapping[TransferMode, Callable[[RunConfig], Any]] = {
     "disk_delta": partial(_plain, DiskDeltaSender),
     "ipc": partial(_plain, IpcSender),
     "p2p": partial(_plain, P2pSender),
+    "shared": partial(_plain, SharedSender),
 }
