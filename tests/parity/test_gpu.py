@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from zerogap.engine.gpu_runner import GpuRunner
-from zerogap.engine.requests import SamplingParams, Sequence
+from zerogap.engine.requests import LogprobOptions, SamplingParams, Sequence
 from zerogap.model.decoder import Decoder
 from zerogap.numerics.gpu import vocabulary
 from zerogap.numerics.gpu.packed import PackedRuns, packed_attend
@@ -108,6 +108,50 @@ def test_a_crowded_cache_retracts_and_changes_nothing():
     run(crowded, two)
     assert sum(s.num_retractions for s in two) > 0
     assert [(s.tokens, s.logprobs) for s in one] == [(s.tokens, s.logprobs) for s in two]
+
+
+def test_truncation_restricts_the_choice_and_never_the_logprob():
+    decoder = decoder_of(QWEN3)
+    runner = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096)
+    sequences = sequences_of(QWEN3, 24, new=40, temperature=1.0)
+    cuts = ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {})
+    for i, sequence in enumerate(sequences):
+        sequence.params = replace(sequence.params, **cuts[i % 4])
+    run(runner, sequences)
+    assert [p for s in sequences for p in s.logprobs] == trained_scores(decoder, sequences, 1.0)
+
+
+def test_a_response_scored_by_prefill_has_the_bits_of_its_generation():
+    decoder = decoder_of(QWEN3)
+    runner = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=333)
+    generated = sequences_of(QWEN3, 12, new=60, temperature=1.0)
+    run(runner, generated)
+    params = SamplingParams(max_new_tokens=0, temperature=1.0, seed=0)
+    scored = [
+        Sequence(f"s{s.rid}", tuple(s.tokens), params, frozenset(), LogprobOptions(prompt_start=len(s.prompt_ids) - 1))
+        for s in generated
+    ]
+    for sequence in scored:
+        runner.scheduler.add(sequence)
+    while runner.scheduler.running or runner.scheduler.waiting:
+        runner.step()
+    found = [s.scores.record(s.prompt_ids, 0, alternatives=False).logprobs[1:] for s in scored]
+    assert found == [s.logprobs for s in generated]
+
+
+def test_the_backward_repeats_bit_for_bit():
+    decoder = decoder_of(QWEN3)
+    sequences = sequences_of(QWEN3, 20, new=80, temperature=1.0)
+    run(GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096), sequences)
+    runs = PackedRuns.build([len(s.tokens) for s in sequences], CUDA)
+    ids = torch.tensor([t for s in sequences for t in s.tokens], device=CUDA)
+    grads = []
+    for _ in range(3):
+        decoder.zero_grad()
+        hidden = decoder(ids, runs.positions_N, packed_attend(runs, decoder.attention_scale))
+        hidden.float().square().sum().backward()
+        grads.append([p.grad.clone() for p in decoder.parameters()])
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
 
 
 def test_gradients_are_those_of_a_plain_model_in_double_precision():

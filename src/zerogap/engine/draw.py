@@ -10,7 +10,7 @@ B, M = rows, V = vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from zerogap.engine.requests import LogprobOptions, Sequence
+from zerogap.engine.scheduler import Work
+from zerogap.errors import RolloutError
 from zerogap.numerics.logprob import full_logprobs, most_likely, of_tokens
 from zerogap.numerics.sampling import SamplingRow, adjust, sample
 from zerogap.types import Alternatives
@@ -67,7 +69,8 @@ def score_prompts(
     for start in range(0, len(rows), _SCORED_TOGETHER):
         part = rows[start : start + _SCORED_TOGETHER]
         logprobs_MV = full_logprobs(logits(hidden_NC[[r.row for r in part]]), 1.0)
-        values = of_tokens(logprobs_MV, torch.tensor([r.target for r in part])).tolist()
+        targets_M = torch.tensor([r.target for r in part], device=logprobs_MV.device)
+        values = of_tokens(logprobs_MV, targets_M).tolist()
         found = _alternatives(logprobs_MV, [r.sequence.options for r in part])
         for r, value, alternatives in zip(part, values, found, strict=True):
             scores = r.sequence.scores
@@ -109,3 +112,51 @@ def _alternatives(logprobs_MV: Tensor, options: ListLike[LogprobOptions]) -> lis
         asked = list(zip(row_V[torch.tensor(ids)].tolist(), ids, strict=True)) if ids else ()
         found[i] = Alternatives(top, asked)
     return found
+
+
+def score_planned(
+    own: ListLike[Work],
+    rows: Mapping[Sequence, int],
+    hidden_NC: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    version: int,
+) -> list[Sequence]:
+    """Scores prompts that want it, as far as this step has computed them. Returns those that failed (case A10)."""
+    wanted = [
+        RowToScore(w.sequence, rows[w.sequence] + position - w.start, w.sequence.prompt_ids[position + 1])
+        for w in own
+        if (unscored := w.sequence.unscored) is not None
+        for position in range(unscored.next_row, min(w.start + w.count, len(w.sequence.prompt_ids) - 1))
+    ]
+    failed = []
+    for sequence, position, value in score_prompts(hidden_NC, wanted, logits, version):
+        if sequence.error is None:
+            sequence.error = _not_a_number(f"request {sequence.rid}: logprob of prompt token {position} is {value}")
+            failed.append(sequence)
+    return failed
+
+
+def give_tokens(sequences: ListLike[Sequence], logits_BV: Tensor, version: int) -> None:
+    """Gives each sequence its next token, or an error that names it (case A10: never a stop, never a 0)."""
+    for sequence, (token, logprob, alternatives) in zip(sequences, draw(logits_BV, sequences), strict=True):
+        give(sequence, token, logprob, version, alternatives)
+
+
+def give(
+    sequence: Sequence, token: int, logprob: float, version: int, alternatives: Alternatives | None = None
+) -> None:
+    if sequence.error is not None:
+        return
+    if math.isfinite(logprob):
+        sequence.proven = True
+        sequence.append(token, logprob, version, alternatives)
+    else:
+        sequence.error = _not_a_number(
+            f"request {sequence.rid}: logprob of sampled token {sequence.num_output} is {logprob}"
+        )
+
+
+def _not_a_number(what: str) -> RolloutError:
+    return RolloutError(
+        what, remedy="the weights or the logits are not finite; look at the last refit and the learning rate"
+    )

@@ -6,7 +6,6 @@ that a sequence made beyond its end are dropped.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence as ListLike
 from itertools import accumulate
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerogap.engine.draw import give, give_tokens, score_planned
 from zerogap.engine.gpu_decode import Capture, DecodeGraphs
 from zerogap.engine.kv_cache import BlockPool
 from zerogap.engine.requests import Sequence
 from zerogap.engine.scheduler import Scheduler, Work
-from zerogap.errors import RolloutError
 from zerogap.model.decoder import Decoder
 from zerogap.model.layers import Allocate
-from zerogap.numerics.gpu import vocabulary
 from zerogap.numerics.gpu.attention import KEY_BLOCK, Segments, attend
 from zerogap.numerics.heads import Projection
 
@@ -74,16 +72,7 @@ class GpuRunner:
         self._scrub(self.scheduler.pool.take_dirty())
         if not work:
             return []
-        refused = [w.sequence for w in work if not _is_plain(w.sequence)]
-        for sequence in refused:
-            sequence.error = RolloutError(
-                f"request {sequence.rid}: top_p, top_k, min_p, penalties, biases, alternatives and prompt logprobs are "
-                "not served on a GPU yet",
-                remedy="sample from all tokens, or serve this request on a CPU engine",
-            )
-        if refused:
-            moved = refused
-        elif all(w.count == 1 and w.samples and w.leader is None for w in work):
+        if all(w.count == 1 and w.samples and w.leader is None and _is_plain(w.sequence) for w in work):
             moved = self._decode([w.sequence for w in work])
         else:
             moved = self._mixed(work)
@@ -99,7 +88,7 @@ class GpuRunner:
         for row, sequence in enumerate(sequences):
             start = sequence.num_computed - 1
             for step in range(steps):
-                self._give(sequence, tokens[step][row], logprobs[step][row])
+                give(sequence, tokens[step][row], logprobs[step][row], self.weight_version)
                 if sequence.ended:
                     break
             sequence.num_computed = start + step + 1
@@ -110,21 +99,15 @@ class GpuRunner:
         rows = dict(zip((w.sequence for w in own), accumulate((w.count for w in own), initial=0), strict=False))
         hidden_NC = self._forward(own)
         self._copy_led([w for w in work if w.leader is not None])
+        failed = score_planned(own, rows, hidden_NC, self.decoder.model_logits, self.weight_version)
         sampling = [w for w in work if w.samples]
-        if not sampling:
-            return []
-        last = {w.sequence: rows[w.sequence] + w.count - 1 for w in own}
-        index = self._tensor([last[w.leader or w.sequence] for w in sampling], torch.int64)
-        options = [w.sequence.sampling_row for w in sampling]
-        tokens, logprobs = vocabulary.draw(
-            self.decoder.model_logits(hidden_NC[index]),
-            self._tensor([o.temperature for o in options], torch.float32),
-            self._tensor([o.seed for o in options], torch.int64),
-            self._tensor([o.position for o in options], torch.int64),
-        )
-        for w, token, logprob in zip(sampling, tokens.tolist(), logprobs.tolist(), strict=True):
-            self._give(w.sequence, token, logprob)
-        return [w.sequence for w in sampling]
+        if sampling:
+            last = {w.sequence: rows[w.sequence] + w.count - 1 for w in own}
+            index = self._tensor([last[w.leader or w.sequence] for w in sampling], torch.int64)
+            logits_BV = self.decoder.model_logits(hidden_NC[index])
+            give_tokens([w.sequence for w in sampling], logits_BV, self.weight_version)
+        moved = [w.sequence for w in sampling]
+        return [*moved, *(s for s in failed if s not in moved)]
 
     def _forward(self, own: ListLike[Work]) -> Tensor:
         starts, counts = [w.start for w in own], [w.count for w in own]
@@ -164,16 +147,6 @@ class GpuRunner:
             for cache in (self.keys, self.values):
                 cache[:, target_W] = cache[:, source_W]
 
-    def _give(self, sequence: Sequence, token: int, logprob: float) -> None:
-        if math.isfinite(logprob):
-            sequence.proven = True
-            sequence.append(token, logprob, self.weight_version)
-        else:
-            sequence.error = RolloutError(
-                f"request {sequence.rid}: logprob of sampled token {sequence.num_output} is {logprob}",
-                remedy="the weights or the logits are not finite; look at the last refit and the learning rate",
-            )
-
     def _scrub(self, blocks: list[int]) -> None:
         for block in blocks:
             self.keys[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 0
@@ -184,6 +157,7 @@ class GpuRunner:
 
 
 def _is_plain(sequence: Sequence) -> bool:
+    """Whether the captured graph can draw for it."""
     return sequence.plain and sequence.scores is None and not sequence.sampling_row.truncates
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Sequence as ListLike
 from itertools import accumulate
 
 import torch
 
-from zerogap.engine.draw import RowToScore, draw, score_prompts
+from zerogap.engine.draw import give_tokens, score_planned
 from zerogap.engine.kv_cache import BlockPool
 from zerogap.engine.requests import Sequence
-from zerogap.engine.scheduler import Scheduler, Work
-from zerogap.errors import RolloutError
+from zerogap.engine.scheduler import Scheduler
 from zerogap.model.decoder import Decoder
 from zerogap.model.layers import Allocate
 from zerogap.numerics.attention import PagedKV, PagedLayout, paged_attend
@@ -76,7 +73,7 @@ class Runner:
         ids = [t for w in own for t in w.sequence.tokens[w.start : w.start + w.count]]
         attend = paged_attend(self.kv, layout, self.decoder.attention_scale)
         hidden_NC = self.decoder(torch.tensor(ids), layout.positions_N, attend)
-        failed = self._score(own, rows, hidden_NC)
+        failed = score_planned(own, rows, hidden_NC, self.decoder.logits, self.weight_version)
         ending = [w for w in own if w.samples]
         sampling = [w.sequence for w in work if w.samples]
         if sampling:
@@ -84,48 +81,14 @@ class Runner:
             logits_BV = self.decoder.logits(hidden_NC[[rows[w.sequence] + w.count - 1 for w in ending]])
             if copies:
                 logits_BV = logits_BV[[place[w.leader or w.sequence] for w in work if w.samples]]
-            self._sample(sampling, logits_BV)
+            give_tokens(sampling, logits_BV, self.weight_version)
         moved = [*sampling, *(s for s in failed if s not in sampling)] if failed else sampling
         ended = [s for s in moved if s.ended]
         if ended:
             self.scheduler.remove(ended)
         return moved
 
-    def _score(self, own: list[Work], rows: dict[Sequence, int], hidden_NC: torch.Tensor) -> list[Sequence]:
-        """Scores prompts that want it, as far as this step has computed them. Returns those that failed (case A10)."""
-        wanted = [
-            RowToScore(w.sequence, rows[w.sequence] + position - w.start, w.sequence.prompt_ids[position + 1])
-            for w in own
-            if (unscored := w.sequence.unscored) is not None
-            for position in range(unscored.next_row, min(w.start + w.count, len(w.sequence.prompt_ids) - 1))
-        ]
-        failed = []
-        for sequence, position, value in score_prompts(hidden_NC, wanted, self.decoder.logits, self.weight_version):
-            if sequence.error is None:
-                sequence.error = _not_a_number(f"request {sequence.rid}: logprob of prompt token {position} is {value}")
-                failed.append(sequence)
-        return failed
-
-    def _sample(self, sequences: ListLike[Sequence], logits_BV: torch.Tensor) -> None:
-        """Gives each sequence its next token, or an error that names it (case A10: never a stop, never a 0)."""
-        for sequence, (token, logprob, alternatives) in zip(sequences, draw(logits_BV, sequences), strict=True):
-            if sequence.error is not None:
-                continue
-            if math.isfinite(logprob):
-                sequence.proven = True
-                sequence.append(token, logprob, self.weight_version, alternatives)
-            else:
-                sequence.error = _not_a_number(
-                    f"request {sequence.rid}: logprob of sampled token {sequence.num_output} is {logprob}"
-                )
-
     def _scrub(self, blocks: list[int]) -> None:
         if blocks:
             self.kv.keys[:, :, blocks] = 0
             self.kv.values[:, :, blocks] = 0
-
-
-def _not_a_number(what: str) -> RolloutError:
-    return RolloutError(
-        what, remedy="the weights or the logits are not finite; look at the last refit and the learning rate"
-    )

@@ -20,6 +20,10 @@ def full_logprobs(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
     `temperature` is a number or one per row (M). `log_softmax` rather than `logsumexp`: the latter's order over the
     vocabulary depends on the number of rows.
     """
+    if logits_MV.is_cuda:
+        from zerogap.numerics.gpu import vocabulary  # noqa: PLC0415  Triton is there on a GPU only
+
+        return vocabulary.full_logprobs(logits_MV, temperature)
     logits_MV = logits_MV.float()
     if isinstance(temperature, Tensor):
         divisor_M1 = torch.where(temperature == 0, 1.0, temperature.float()).unsqueeze(-1)

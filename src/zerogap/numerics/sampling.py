@@ -66,11 +66,13 @@ def adjust(logits_BV: Tensor, adjustments: Sequence[Adjustment | None]) -> Tenso
         if a is None:
             continue
         if a.token_ids:
-            ids_S = torch.tensor(a.token_ids)
-            values_S = row_V[ids_S] - a.frequency * torch.tensor(a.counts, dtype=torch.float32) - a.presence
+            ids_S = torch.tensor(a.token_ids, device=row_V.device)
+            counts_S = torch.tensor(a.counts, dtype=torch.float32, device=row_V.device)
+            values_S = row_V[ids_S] - a.frequency * counts_S - a.presence
             row_V[ids_S] = torch.where(values_S < 0, values_S * a.repetition, values_S / a.repetition)
         if a.bias:
-            row_V[torch.tensor(list(a.bias))] += torch.tensor(list(a.bias.values()), dtype=torch.float32)
+            values_S = torch.tensor(list(a.bias.values()), dtype=torch.float32, device=row_V.device)
+            row_V[torch.tensor(list(a.bias), device=row_V.device)] += values_S
     return out_BV
 
 
@@ -91,7 +93,9 @@ def sample(logits_BV: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tens
 
     A row with a NaN or +inf logit yields a NaN logprob; the caller must refuse it by name.
     """
-    temperature_B = torch.tensor([r.temperature for r in rows], dtype=torch.float32)
+    temperature_B = torch.tensor([r.temperature for r in rows], dtype=torch.float32, device=logits_BV.device)
+    if logits_BV.is_cuda:
+        return _sample_on_gpu(logits_BV, rows, temperature_B)
     logprobs_BV = full_logprobs(logits_BV, temperature_B)
     tokens_B = torch.empty(len(rows), dtype=torch.int64)
     greedy = [i for i, r in enumerate(rows) if r.temperature == 0]
@@ -105,6 +109,25 @@ def sample(logits_BV: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tens
             if rows[i].truncates:
                 weights[j] = _truncate(weights[j], rows[i])
         tokens_B[drawn] = _invert(weights, [uniform(rows[i].seed, rows[i].position) for i in drawn])
+    return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1), logprobs_BV
+
+
+def _sample_on_gpu(
+    logits_BV: Tensor, rows: Sequence[SamplingRow], temperature_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The draw of the GPU's kernel, from what top-k, top-p and min-p leave; the logprob is over everything."""
+    from zerogap.numerics.gpu import vocabulary  # noqa: PLC0415  Triton is there on a GPU only
+
+    logprobs_BV = full_logprobs(logits_BV, temperature_B)
+    choice_BV = logits_BV
+    cut = [i for i, r in enumerate(rows) if r.temperature != 0 and r.truncates]
+    if cut:
+        choice_BV = logits_BV.clone()
+        for i in cut:
+            choice_BV[i, _truncate(logprobs_BV[i].exp(), rows[i]) == 0] = -torch.inf
+    seed_B = torch.tensor([r.seed for r in rows], device=logits_BV.device)
+    place_B = torch.tensor([r.position for r in rows], device=logits_BV.device)
+    tokens_B, _ = vocabulary.draw(choice_BV, temperature_B, seed_B, place_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1), logprobs_BV
 
 

@@ -5,7 +5,8 @@ The backward need not be canonical, only deterministic: torch's flash kernel tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,20 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, out, lse_HN = ctx.saved_tensors
         runs = ctx.runs
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), q, k, v, out, lse_HN, runs.first_B, runs.first_B, runs.longest, runs.longest,
-            0.0, True, state, state, scale=ctx.scale,
-        )  # fmt: skip
+        with _deterministic():
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                grads[0].contiguous(), q, k, v, out, lse_HN, runs.first_B, runs.first_B, runs.longest, runs.longest,
+                0.0, True, state, state, scale=ctx.scale,
+            )  # fmt: skip
         return dq, dk, dv, None, None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The library's backward adds in a fixed order only when the whole process asks for it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,8 +1,9 @@
 """The only place where logits on a GPU become log-probabilities and tokens: one pass over the vocabulary, in blocks.
 
 Contract: a row's log-sum-exp is made from blocks of VOCAB_BLOCK logits, each reduced by one program of fixed shape, and
-the blocks' results are merged by one program in a fixed order. Engine and trainer both use it. A token is the argmax of
-logit / temperature minus the log of an exponential number that hangs on (seed, position, token id) alone.
+the blocks' results are merged by one program in a fixed order. Engine and trainer both use it, on logits of the model's
+own dtype: the same values in another dtype lie in other threads, and their sum may differ in the last bit. A token is
+the argmax of logit / temperature minus the log of an exponential number that hangs on (seed, position, token id) alone.
 
 M, B = rows, V = vocabulary.
 """
@@ -40,13 +41,27 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: T
     return token_B, logprob_B
 
 
-def log_sum_exp(logits_MV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def full_logprobs(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
+    """log_softmax(logits / temperature) over all tokens, fp32: the bits that `draw` reports. Temperature 0 is 1."""
+    lse_M, _ = log_sum_exp(logits_MV, temperature)
+    divisor_M = _rows_of(temperature, logits_MV)
+    divisor_M = torch.where(divisor_M == 0, 1.0, divisor_M)
+    return logits_MV.float() / divisor_M.unsqueeze(-1) - lse_M.unsqueeze(-1)
+
+
+def _rows_of(temperature: float | Tensor, logits_MV: Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return temperature.to(logits_MV.device, torch.float32)
+    return torch.full((len(logits_MV),), temperature, dtype=torch.float32, device=logits_MV.device)
+
+
+def log_sum_exp(logits_MV: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Per row of logits / temperature, fp32: the log of the sum (the same bits as in `draw`), and the entropy."""
     M, V = logits_MV.shape
     device, blocks = logits_MV.device, triton.cdiv(V, VOCAB_BLOCK)
     best = torch.empty(M, blocks, dtype=torch.float32, device=device)
     total, moment = torch.empty_like(best), torch.empty_like(best)
-    temperature_M = torch.full((M,), temperature, dtype=torch.float32, device=device)
+    temperature_M = _rows_of(temperature, logits_MV)
     _reduce[(M, blocks)](
         logits_MV, temperature_M, best, best, best, total, moment, best, best, V, logits_MV.stride(0), blocks,
         BLOCK=VOCAB_BLOCK, DRAW=False, num_warps=_WARPS,
