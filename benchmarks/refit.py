@@ -81,7 +81,7 @@ async def measure(folder: Path, dtype: str, mode: str, repeats: int, bucket_byte
             "model": {"path": str(folder), "dtype": dtype},
             "refit": {"mode": mode, "max_bucket_bytes": bucket_bytes},
             "placement": {"kind": kind},
-            "engine": {"num_kv_tokens": 1024, "threads": 1},
+            "engine": {"num_kv_tokens": 1024},
         }
     )
     trainer = _Steps(folder, dtype)

@@ -188,18 +188,19 @@ async def test_a_byte_that_changes_on_the_way_is_named_and_the_engine_stays_fail
     """C24. The digest is of what was meant; what is broadcast differs in one bit."""
     async with engine_process() as engine:
         sender = sender_of(mode, engine)
-        original = sender._flats
+        original = sender._make
 
-        def flip(bucket):
-            flats, entries = original(bucket)
-            for slot in bucket.slots:
-                if slot.name == "bfloat16":
-                    flat = flats[0] if mode == "broadcast_packed" else flats[bucket.slots.index(slot)].clone()
-                    flat[slot.offset if mode == "broadcast_packed" else 0] ^= 1
-                    flats[0 if mode == "broadcast_packed" else bucket.slots.index(slot)] = flat
-            return flats, entries
+        def flip(bucket, start):
+            header, parts = original(bucket, start)
+            for place, slot in enumerate(bucket.slots):
+                if slot.name == "bfloat16" and mode == "broadcast_packed":
+                    parts[0][slot.offset] ^= 1
+                elif slot.name == "bfloat16":
+                    parts[place] = parts[place].clone()  # it leaves from the trainer's own weight
+                    parts[place][0] ^= 1
+            return header, parts
 
-        monkeypatch.setattr(sender, "_flats", flip)
+        monkeypatch.setattr(sender, "_make", flip)
         started = time.monotonic()
         with pytest.raises(TransferFailed, match="bfloat16 arrived changed"):
             await refit(engine, sender, odd_tensors(1), 1, deadline_seconds=DEADLINE, pause="abort")

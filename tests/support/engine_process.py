@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from support.shared_memory import mapped_segments
 from zerogap.errors import EngineUnreachable, ZerogapError, from_wire
 from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
@@ -132,7 +133,7 @@ def _serve(seed: int, kill_at: str) -> None:
 
 
 def _mapped() -> int:
-    return sum("/dev/shm/zerogap-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(mapped_segments())
 
 
 def _open_files() -> int:

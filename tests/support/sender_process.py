@@ -40,6 +40,7 @@ async def _main(last_bucket: int, deadline_seconds: float) -> None:
     print(json.dumps(plan.model_dump(mode="json")), flush=True)
     for bucket in buckets(tensors, sender.max_bucket_bytes):
         await sender.send(bucket)
+        await sender.settle()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from zerogap.engine.state import StateMachine
 from zerogap.errors import ConfigError, EngineRejected, EngineStateError, EngineUnreachable, TransferFailed
 from zerogap.wire.api import GenerateBody, SamplingBody, TagBytes
 from zerogap.wire.routes import BY_NAME, GET, POST, ROUTES
-from zerogap.wire.tensors import BucketHeader, TensorEntry, TransferPlan
+from zerogap.wire.tensors import BucketHeader, SharedMemory, TensorEntry, TransferPlan
 
 PLAN = TransferPlan(
     session_id="s",
@@ -31,7 +31,9 @@ PLAN = TransferPlan(
     tensors=(),
 )
 ENTRY = TensorEntry(name="model.norm.weight", dtype="float32", shape=(3,), offset=0, num_bytes=12, digest="d")
-HEADER = BucketHeader(session_id="s", index=0, shm_name="zerogap-x", num_bytes=64, entries=(ENTRY,))
+HEADER = BucketHeader(
+    session_id="s", index=0, shm=SharedMemory(pid=1, descriptor=0, name="zerogap-x"), num_bytes=64, entries=(ENTRY,)
+)
 
 BODIES: dict[str, dict[str, Any]] = {
     "pause_generation": {"mode": "retract"},

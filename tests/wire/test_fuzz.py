@@ -60,7 +60,13 @@ def control_calls() -> list[Call]:
     ]
     versions = [{"new_version": v, "abort_all_requests": a} for v in ("0", "7", "x") for a in (True, False)]
     disk = [{"model_path": p, "weight_version": v} for p in ("FOLDER", "OTHER", "/nothing") for v in ("3", None)]
-    segment = {"session_id": "s", "index": 0, "shm_name": "zerogap-none", "num_bytes": 64, "entries": []}
+    segment = {
+        "session_id": "s",
+        "index": 0,
+        "shm": {"pid": 1, "descriptor": 0, "name": "zerogap-none"},
+        "num_bytes": 64,
+        "entries": [],
+    }
     bodies: dict[str, list[Any]] = {
         "pause_generation": [{"mode": mode} for mode in ("abort", "retract", "in_place")],
         "release_memory_occupation": [{"tags": some} for some in tags],
@@ -176,6 +182,7 @@ class Player:
             some = list(buckets(tensors, sender.max_bucket_bytes))
             for bucket in {"half": some[:2], "nothing": [], "twice the same bucket": [some[0], some[0]]}[how]:
                 await sender.send(bucket)
+            await sender.settle()
             await self.client.end_weight_update()
         except ZerogapError as error:
             if error.details.get("status", 400) >= 500 or "defect" in error.remedy:

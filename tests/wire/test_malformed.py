@@ -87,7 +87,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "update_weights_from_tensor": {
         "bucket": {
-            "session_id": "s", "index": 0, "shm_name": "zerogap-none", "num_bytes": 64,
+            "session_id": "s", "index": 0, "shm": {"pid": 1, "descriptor": 0, "name": "zerogap-none"}, "num_bytes": 64,
             "entries": [{"name": "w", "dtype": "float32", "shape": [3], "offset": 0, "num_bytes": 12, "digest": "d"}],
         },
         "flush_cache": False,
@@ -346,6 +346,7 @@ async def test_a_header_that_lies_about_its_bucket_is_refused_within_a_session(h
             plan = (await sender.connect(Manifest.of(tensors), deadline_seconds=30.0)).model_dump(mode="json")
             with suppress(_Held):
                 await sender.send(next(iter(buckets(tensors, sender.max_bucket_bytes))))
+                await sender.settle()
             faults, statuses = [], set()
             for number, path in enumerate(places(holder.header)):
                 for new in NASTY[number % 3 :: 3]:

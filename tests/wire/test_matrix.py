@@ -31,7 +31,7 @@ from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.wire.routes import BY_NAME, GET, ROUTES
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, SharedMemory, TransferPlan
 
 State = dict[str, str]
 KV, WEIGHTS, GRAPH = "kv_cache", "weights", "cuda_graph"
@@ -90,7 +90,8 @@ SUCCESS, PAUSED, MEMORY = _keys("success", "message"), _keys("message", "status"
 
 def rows(folder: Path, plan: TransferPlan, whole: BucketHeader) -> list[Row]:
     begin = {"plan": plan.model_dump(mode="json")}
-    lost = whole.model_copy(update={"shm_name": "zerogap-nothing", "index": 0}).model_dump(mode="json")
+    nowhere = SharedMemory(pid=1, descriptor=0, name="zerogap-nothing")
+    lost = whole.model_copy(update={"shm": nowhere, "index": 0}).model_dump(mode="json")
     memory = [
         Row(f"{verb}_memory_occupation({tag})", {"tags": [tag]}, MEMORY)
         for verb in ("release", "resume")
@@ -319,12 +320,13 @@ async def engine(tmp_path: Path) -> AsyncIterator[tuple[Engine, list[Row]]]:
 
         async def update_weights_from_tensor(self, header: BucketHeader) -> None:
             sent.append(header)
-            raise Sent  # the segment keeps its name, so that it can be sent again and again
+            raise Sent
 
     sender = IpcSender(Recorder(), fingerprint=None)
     plan = await sender.connect(Manifest.of(tensors), deadline_seconds=600.0)
     with pytest.raises(Sent):
         await sender.send(next(buckets(tensors, 1 << 28)))
+        await sender.settle()
     table = rows(folder, plan, sent[0])
     core = EngineCore(folder, EngineSettings(num_kv_tokens=1024, threads=1))
     async with (

@@ -8,10 +8,11 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from zerogap.wire.tensors import BucketHeader, TensorEntry, TensorSpec, TransferPlan
+from zerogap.wire.tensors import BucketHeader, SharedMemory, TensorEntry, TensorSpec, TransferPlan
 
 ENTRY = TensorEntry(name="a", dtype="bfloat16", shape=(), offset=64, num_bytes=2, digest="0" * 32)
-HEADER = BucketHeader(session_id="s", index=0, shm_name="zerogap-1-2-3-abc", num_bytes=66, entries=(ENTRY,))
+SHM = SharedMemory(pid=7, descriptor=3, name="zerogap-1-2-3-abc")
+HEADER = BucketHeader(session_id="s", index=0, shm=SHM, num_bytes=66, entries=(ENTRY,))
 PLAN = TransferPlan(
     session_id="s",
     mode="ipc",
@@ -33,10 +34,15 @@ def test_json_and_back_is_the_same(value):
 @pytest.mark.parametrize(
     "values",
     [
-        {"shm_name": "../etc/passwd"},
-        {"shm_name": "zerogap-1/../../etc/passwd"},
-        {"shm_name": "psm_12345"},
-        {"shm_name": "zerogap-"},
+        {"shm": SHM.model_dump() | {"name": "../etc/passwd"}},
+        {"shm": SHM.model_dump() | {"name": "zerogap-1/../../etc/passwd"}},
+        {"shm": SHM.model_dump() | {"name": "psm_12345"}},
+        {"shm": SHM.model_dump() | {"name": "zerogap-"}},
+        {"shm": SHM.model_dump() | {"pid": 0}},
+        {"shm": SHM.model_dump() | {"descriptor": -1}},
+        {"shm": SHM.model_dump() | {"path": "/etc/passwd"}},
+        {"start": -64},
+        {"start": 3},
         {"index": -1},
         {"num_bytes": -1},
         {"pickle": "x"},

@@ -1,7 +1,7 @@
 """The only place where the engine's own weights change: by a session's buckets, from a folder, or not at all.
 
-`complete` is false from the moment contents are lost or a first tensor is overwritten until the whole set has arrived;
-prepacked copies exist only while it is true.
+`complete` is false from the moment contents are lost or a first tensor is overwritten until the whole set has arrived.
+Nothing is computed meanwhile, so the serving copies of before may stay where they are: new ones take their memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerogap.errors import ConfigError, EngineRejected, TransferFailed
 from zerogap.model.checkpoint import load_into
@@ -20,11 +21,11 @@ from zerogap.model.decoder import Decoder
 from zerogap.model.registry import read_config
 from zerogap.weights.arrival import Destination
 from zerogap.weights.groups import Groups
-from zerogap.weights.manifest import Manifest, combined_digest, differing_names, name_some, tensor_digests
+from zerogap.weights.manifest import Manifest, combined_digest, copy_bytes, differing_names, name_some, tensor_digests
 from zerogap.weights.modes import open_receiver
 from zerogap.weights.modes.broadcast import check_known, receive_unplanned
 from zerogap.weights.transfer import WeightReceiver
-from zerogap.wire.tensors import BucketHeader, RankEndpoint, TensorSpec, TransferPlan
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TensorSpec, TransferMode, TransferPlan
 
 
 class EngineWeights:
@@ -34,6 +35,7 @@ class EngineWeights:
         self.decoder, self.tensors = decoder, decoder.hf_tensors()
         self.destination = Destination.of(self.tensors)
         self.complete = True
+        self._receivers: dict[TransferMode, WeightReceiver] = {}
         self._receiver: WeightReceiver | None = None
         self._missing: set[str] = set()
         """What a session without a plan must bring, because it was lost before."""
@@ -57,10 +59,11 @@ class EngineWeights:
         self._close()
         self._missing = set() if self.complete else set(self.tensors)
         if plan is not None:
-            receiver = open_receiver(plan.mode, self.destination)
+            receiver = self._receivers.get(plan.mode) or open_receiver(plan.mode, self.destination)
             receiver.prepare(plan)
+            self._receivers[plan.mode] = receiver
             if receiver.in_place:
-                self.lose()
+                self.complete = False
             self._receiver = receiver
 
     @torch.no_grad()
@@ -70,9 +73,9 @@ class EngineWeights:
             raise TransferFailed(
                 f"bucket {header.index} in a session without a plan", remedy="call begin_weight_update with a plan"
             )
-        self.lose()
+        self.complete = False
         for name, tensor in self._receiver.receive(header):
-            self.tensors[name].copy_(tensor)
+            _copy(self.tensors[name], tensor)
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize()  # the sender fills its segment again as soon as this call is answered
 
@@ -85,7 +88,7 @@ class EngineWeights:
                 remedy="give `bucket`, or call begin_weight_update without a plan",
             )
         check_known(specs, self.manifest)
-        self.lose()
+        self.complete = False
         for spec, tensor in receive_unplanned(self.groups.get(group_name), specs, flattened=flattened):
             self.tensors[spec.name].copy_(tensor)
             self._missing.discard(spec.name)
@@ -126,12 +129,12 @@ class EngineWeights:
             )
 
     def load_folder(self, folder: Path) -> None:
-        self.lose()
+        self.complete = False
         load_into(self.tensors, folder)
         self._whole()
 
     def lose(self) -> int:
-        """Marks the contents as lost and drops the serving copies; returns the bytes of those."""
+        """Marks the contents as lost and gives the serving copies' memory back; the bytes of those."""
         self.complete = False
         num_bytes = self.decoder.packed_bytes
         self.decoder.drop_packed()
@@ -159,7 +162,7 @@ class EngineWeights:
         if action == "manifest":
             return {"tensors": [spec.model_dump(mode="json") for spec in self.manifest.specs if spec.name in chosen]}
         if action == "reset_tensors":
-            self.lose()
+            self.complete = False
             for tensor in chosen.values():
                 tensor.fill_(float("nan"))
             return {}
@@ -195,6 +198,14 @@ _ONLY_RANK = {"role": "target", "rank": 0, "size": 1} | {
     f"{axis}_{what}": value for axis in ("tp", "dp", "pp") for what, value in (("rank", 0), ("size", 1))
 }
 """This engine is one process that holds whole weights."""
+
+
+def _copy(weight: Tensor, tensor: Tensor) -> None:
+    """A weight that lies in one piece is filled by one thread, see `copy_bytes`."""
+    if weight.is_contiguous():
+        copy_bytes(weight.view(-1).view(torch.uint8), tensor)
+    else:
+        weight.copy_(tensor)
 
 
 def _computation(config: ModelConfig) -> ModelConfig:

@@ -117,6 +117,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear) and module is not self.head:
                 module.prepack()
+        self.packed_head = None
         self.packed_head = pack(self.head_weight, self.head_route)
 
     def drop_packed(self) -> None:

@@ -40,6 +40,7 @@ class Linear(nn.Module):
         return linear(x_NC, self.weight, self.bias, self.route, self.packed)
 
     def prepack(self) -> None:
+        self.packed = None  # first: the new copy takes the old one's memory
         self.packed = pack(self.weight, self.route)
 
     def weight_views(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

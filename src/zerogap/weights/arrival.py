@@ -16,11 +16,13 @@ from torch import Tensor
 
 from zerogap.errors import TransferFailed
 from zerogap.weights.groups import Groups
-from zerogap.weights.manifest import Manifest, dtype_of, name_some, spec_bytes, tensor_digest
+from zerogap.weights.manifest import Manifest, dtype_of, name_some, spec_bytes, tensor_digests
 from zerogap.weights.nixl import Endpoint
 from zerogap.weights.shelf import Shelf
 from zerogap.wire.tensors import BucketHeader, TensorEntry, TransferMode, TransferPlan
 
+_CHECKED_AT_ONCE_BYTES = 1 << 20
+Arrival = tuple[TensorEntry, Tensor]
 RESEND = "start the refit again; if it happens twice, suspect this host's memory"
 
 
@@ -47,7 +49,11 @@ class Destination:
 
 
 class CheckedReceiver(ABC):
-    """The engine's half of a mode, all but the way of the bytes. Implements WeightReceiver."""
+    """The engine's half of a mode, all but the way of the bytes. Implements WeightReceiver.
+
+    One serves session after session. The memory through which buckets come may be kept between them: on a CPU fresh
+    pages cost more than the copy.
+    """
 
     modes: ClassVar[tuple[TransferMode, ...]]
     in_place: bool = False
@@ -84,8 +90,7 @@ class CheckedReceiver(ABC):
         try:
             self._check_order(header)
             self._check_entries(header)
-            for entry, view in zip(header.entries, self._views(header), strict=True):
-                self._check_digest(entry, view)
+            for entry, view in self._checked(header):
                 yield entry.name, view
                 self._arrived.add(entry.name)
             self._num_buckets += 1
@@ -175,12 +180,32 @@ class CheckedReceiver(ABC):
                 remedy="the bucket's header is damaged: " + RESEND,
             )
 
-    def _check_digest(self, entry: TensorEntry, view: Tensor) -> None:
-        digest = tensor_digest(view)
-        if digest != entry.digest:
-            raise TransferFailed(
-                f"{entry.name} arrived changed: digest {digest}, sent {entry.digest}", remedy=RESEND, name=entry.name
-            )
+    def _checked(self, header: BucketHeader) -> Iterator[Arrival]:
+        """What arrived as it was sent: a few tensors at a time, which the processor still has when they are copied."""
+        arrivals = zip(header.entries, self._views(header), strict=True)
+        while some := _next_few(arrivals):
+            digests = self._digests({entry.name: view for entry, view in some})
+            for entry, view in some:
+                if digests[entry.name] != entry.digest:
+                    raise TransferFailed(
+                        f"{entry.name} arrived changed: digest {digests[entry.name]}, sent {entry.digest}",
+                        remedy=RESEND,
+                        name=entry.name,
+                    )
+                yield entry, view
+
+    def _digests(self, views: Mapping[str, Tensor]) -> dict[str, str]:
+        """As the sender made them."""
+        return tensor_digests(views)
+
+
+def _next_few(arrivals: Iterator[Arrival]) -> list[Arrival]:
+    some: list[Arrival] = []
+    size = 0
+    while size < _CHECKED_AT_ONCE_BYTES and (arrival := next(arrivals, None)) is not None:
+        some.append(arrival)
+        size += arrival[0].num_bytes
+    return some
 
 
 def slice_bytes(flat: Tensor, entry: TensorEntry) -> Tensor:

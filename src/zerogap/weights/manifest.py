@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -36,6 +37,17 @@ def dtype_of(name: str) -> torch.dtype:
 def tensor_bytes(tensor: Tensor) -> Tensor:
     """The tensor's elements in logical order as flat uint8; a view where the tensor is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copy_bytes(target: Tensor, tensor: Tensor) -> Tensor:
+    """Fills `target`, flat uint8, with the tensor's elements in logical order; returns it. On a CPU by one thread: two
+    processes work on a refit at once, and threads that wait for each other would wait for the other process.
+    """
+    flat = tensor_bytes(tensor)
+    if target.is_cuda or flat.is_cuda:
+        return target.copy_(flat)
+    np.copyto(target.numpy(), flat.numpy())
+    return target
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -147,6 +147,7 @@ async def _run(
     for bucket in buckets(tensors, sender.max_bucket_bytes):
         sent |= await sender.send(bucket)
         num_buckets += 1
+    await sender.settle()
     stages.enter("end")
     await engine.end_weight_update()
     stages.enter("prove")

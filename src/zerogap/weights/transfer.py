@@ -29,7 +29,13 @@ class WeightSender(Protocol):
         ...
 
     async def send(self, bucket: Bucket) -> dict[str, str]:
-        """Sends one bucket; returns the digest of each tensor once every engine rank has loaded it."""
+        """Sends one bucket on its way; returns the digest of each tensor as it was sent. The engine may still load it:
+        a failure is raised by the next call.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Returns once every engine rank has loaded all that was sent. Raises why one did not."""
         ...
 
     async def close(self) -> None:
@@ -47,7 +53,9 @@ class PreparesAhead(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """Engine side, one per engine rank: prepare, then receive each bucket, then finish; close whatever happens."""
+    """Engine side, one per engine rank. Per session: prepare, then receive each bucket, then finish; close whatever
+    happens.
+    """
 
     in_place: bool
     """Whether bytes change in the engine's own weights before a bucket is received."""
@@ -72,5 +80,5 @@ class WeightReceiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Forgets the session and unmaps what it held. Safe twice."""
+        """Forgets the session. Safe twice."""
         ...

@@ -14,7 +14,7 @@ ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this in its bucket: no dtype is larger, and a cache line is not shared."""
 
 SEGMENT_PREFIX = "zerogap-"
-"""Of every shared-memory name we make; a receiver opens no other."""
+"""Of the name of all shared memory we make; a receiver opens no other."""
 
 DEFAULT_GROUP = "weight_update_group"
 """SGLang's default. One name is enough: an engine has one trainer, and a new group replaces the one before."""
@@ -49,6 +49,14 @@ class TensorEntry(TensorSpec):
     digest: str
 
 
+class SharedMemory(_Frozen):
+    """Memory without a name in any folder, which another process of this host opens through the one that made it."""
+
+    pid: Annotated[int, Field(gt=0)]
+    descriptor: Count
+    name: Annotated[str, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")]
+
+
 class CudaHandle(_Frozen):
     """How another process of this host maps memory of a GPU; byte strings in base64 (CUDA's IPC handles)."""
 
@@ -61,18 +69,24 @@ class CudaHandle(_Frozen):
     event: str
     event_sync: bool
 
+    @property
+    def name(self) -> str:
+        """Equal for two handles of one piece of memory."""
+        return f"{self.memory}+{self.storage_offset}"
+
 
 class BucketHeader(_Frozen):
     """Tensors that travel together. `index` counts the buckets of a session from 0.
 
-    What brings them: in mode ipc `shm_name` is the shared memory that holds them, or `cuda` the memory on a GPU; in the
-    broadcast modes `group_name` is the group.
+    What brings them: in mode ipc they lie from `start` on in the shared memory `shm`, or in the GPU's memory `cuda`; in
+    the broadcast modes `group_name` is the group.
     """
 
     session_id: str
     index: Count
-    shm_name: Annotated[str | None, Field(pattern=rf"^{SEGMENT_PREFIX}[a-z0-9-]+$")] = None
+    shm: SharedMemory | None = None
     cuda: CudaHandle | None = None
+    start: Annotated[int, Field(ge=0, multiple_of=ALIGNMENT_BYTES)] = 0
     group_name: str | None = None
     num_bytes: Count
     entries: tuple[TensorEntry, ...]

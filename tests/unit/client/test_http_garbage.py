@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zerogap.client.http import Deadlines, EngineClient
 from zerogap.errors import ZerogapError
 from zerogap.wire.api import GenerateBody, SamplingBody
-from zerogap.wire.tensors import BucketHeader, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, SharedMemory, TransferPlan, UpdateGroup
 
 PLAN = TransferPlan(
     session_id="s",
@@ -28,7 +28,9 @@ PLAN = TransferPlan(
     deadline_seconds=1.0,
     tensors=(),
 )
-HEADER = BucketHeader(session_id="s", index=0, shm_name="zerogap-x", num_bytes=0, entries=())
+HEADER = BucketHeader(
+    session_id="s", index=0, shm=SharedMemory(pid=1, descriptor=0, name="zerogap-x"), num_bytes=0, entries=()
+)
 GROUP = UpdateGroup(master_address="127.0.0.1", master_port=1, world_size=2, backend="gloo")
 BODY = GenerateBody(input_ids=[1])
 

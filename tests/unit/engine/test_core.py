@@ -72,6 +72,7 @@ async def refit(core, tensors):
     try:
         for bucket in buckets(tensors, sender.max_bucket_bytes):
             await sender.send(bucket)
+        await sender.settle()
         control(core, "end_weight_update")
     finally:
         await sender.close()

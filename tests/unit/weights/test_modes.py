@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import gc
 from typing import Any
 
 import psutil
@@ -11,16 +11,17 @@ import pytest
 import torch
 from support.engine_double import EngineDouble, flip_one_byte, odd_tensors
 from support.modes import IN_EVERY_MODE, SENDERS
+from support.shared_memory import flip_in_shared_memory, mapped_segments
 from support.tiny import TINY, TINY_QWEN2, TINY_UNTIED, tiny_decoder
 
 from zerogap.errors import ManifestMismatch, ParityError, TransferFailed
 from zerogap.weights.arrival import Destination
-from zerogap.weights.bucket import Bucket, buckets
+from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, tensor_bytes
 from zerogap.weights.modes import RECEIVERS, open_receiver
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.session import refit
-from zerogap.wire.tensors import BucketHeader, TransferPlan
+from zerogap.wire.tensors import BucketHeader, SharedMemory, TransferPlan
 
 DEADLINE = 30.0
 
@@ -63,12 +64,16 @@ async def test_bytes_out_equal_bytes_in_for_every_kind_of_tensor(mode, max_bucke
 
 
 async def test_twenty_refits_in_a_row_work_and_leave_nothing_behind(mode):
-    before = shared_names()
     engine, sender = make(mode, odd_tensors())
+    seen = []
     for version in range(1, 21):
         await refit(engine, sender, odd_tensors(version), version, deadline_seconds=DEADLINE, pause="retract")
         assert same_bits(engine.weights, odd_tensors(version))
-    assert shared_names() == before
+        seen.append(mapped_segments())
+    assert seen == [seen[0]] * 20
+    assert len(seen[0]) == (mode == "ipc")
+    del engine, sender
+    gc.collect()
     assert mapped_segments() == {}
 
 
@@ -166,6 +171,10 @@ def entry_changed(header: BucketHeader, position: int, **values) -> BucketHeader
     return header.model_copy(update={"entries": tuple(entries)})
 
 
+def shm_changed(header: BucketHeader, **values) -> BucketHeader:
+    return header.model_copy(update={"shm": header.shm.model_copy(update=values)})
+
+
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
@@ -181,7 +190,11 @@ def entry_changed(header: BucketHeader, position: int, **values) -> BucketHeader
         (lambda h: h.model_copy(update={"index": 7}), "got bucket 7 where 0 was due"),
         (lambda h: h.model_copy(update={"session_id": "other"}), "of session other"),
         (lambda h: h.model_copy(update={"num_bytes": 1 << 40}), "claims"),
-        (lambda h: h.model_copy(update={"shm_name": "zerogap-1-1-1-gone"}), "cannot map segment"),
+        (lambda h: h.model_copy(update={"start": 1 << 40}), "claims"),
+        (lambda h: shm_changed(h, name="zerogap-gone"), "cannot map segment zerogap-gone"),
+        (lambda h: shm_changed(h, descriptor=0), "cannot map segment"),
+        (lambda h: shm_changed(h, descriptor=1 << 20), "cannot map segment"),
+        (lambda h: shm_changed(h, pid=1 << 30), "cannot map segment"),
     ],
 )
 async def test_a_header_that_does_not_follow_the_plan_fails_the_session_and_the_next_refit_heals_it(alter, message):
@@ -202,16 +215,10 @@ async def test_a_byte_flipped_in_transit_is_found_on_arrival_and_named():
     engine = EngineDouble(odd_tensors())
 
     class Flipping(IpcSender):
-        async def send(self, bucket: Bucket) -> dict[str, str]:
-            original = engine.update_weights_from_tensor
-
-            async def flip_first(header: BucketHeader) -> None:
-                entry = next(e for e in header.entries if e.name == "strided")
-                flip_in_shared_memory(header.shm_name, entry.offset + 5)
-                await original(header)
-
-            engine.update_weights_from_tensor = flip_first  # type: ignore[method-assign]
-            return await super().send(bucket)
+        async def _deliver(self, header: BucketHeader, parts: Any) -> None:
+            entry = next(e for e in header.entries if e.name == "strided")
+            flip_in_shared_memory(header, entry.offset + 5)
+            await super()._deliver(header, parts)
 
     before = engine.weights["strided"].clone()
     with pytest.raises(TransferFailed, match="strided arrived changed") as caught:
@@ -245,6 +252,7 @@ async def test_a_bucket_that_the_engine_gave_up_half_way_cannot_be_ended_well():
 
     engine.update_weights_from_tensor = take_one  # type: ignore[method-assign]
     await sender.send(next(iter(buckets(odd_tensors(1), 1 << 20))))
+    await sender.settle()
     await sender.close()
     with pytest.raises(TransferFailed, match="not loaded to its end"):
         receiver.finish()
@@ -252,7 +260,8 @@ async def test_a_bucket_that_the_engine_gave_up_half_way_cannot_be_ended_well():
 
 def test_a_receiver_without_a_session_refuses_buckets_and_an_end():
     receiver = open_receiver("ipc", Destination.of(odd_tensors()))
-    header = BucketHeader(session_id="a", index=0, shm_name="zerogap-1", num_bytes=0, entries=())
+    shm = SharedMemory(pid=1, descriptor=0, name="zerogap-1")
+    header = BucketHeader(session_id="a", index=0, shm=shm, num_bytes=0, entries=())
     with pytest.raises(TransferFailed, match="no weight-update session is open"):
         list(receiver.receive(header))
     receiver = open_receiver("ipc", Destination.of(odd_tensors()))
@@ -286,34 +295,12 @@ async def test_a_sender_that_finds_no_room_says_how_much_it_wanted(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    before = shared_names()
+    before = mapped_segments()
     engine = EngineDouble(odd_tensors())
     with pytest.raises(TransferFailed, match="No space left on device") as caught:
         await refit(engine, IpcSender(engine, fingerprint=None), odd_tensors(), 1, deadline_seconds=5, pause="abort")
-    assert "--shm-size" in caught.value.remedy
-    assert shared_names() == before
-
-
-def flip_in_shared_memory(name: str, position: int) -> None:
-    with (Path("/dev/shm") / name).open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1]))
-
-
-def shared_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("zerogap-*")}
-
-
-def mapped_segments() -> dict[str, int]:
-    """Segment -> bytes, of those that this process maps now."""
-    sizes: dict[str, int] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/dev/shm/zerogap-" in line:
-            start, end = line.split()[0].split("-")
-            sizes[line.split()[5]] = int(end, 16) - int(start, 16)
-    return sizes
+    assert "free memory on this host" in caught.value.remedy
+    assert mapped_segments() == before
 
 
 def test_flipping_a_byte_changes_it():

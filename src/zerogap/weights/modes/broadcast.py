@@ -9,37 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from zerogap.errors import ManifestMismatch, TransferFailed, ZerogapError
 from zerogap.threads import in_daemon_thread
-from zerogap.weights.arrival import CheckedReceiver, Destination, slice_bytes
+from zerogap.weights.arrival import CheckedReceiver, slice_bytes
 from zerogap.weights.bucket import Bucket
+from zerogap.weights.departure import DEFAULT_MAX_BUCKET_BYTES, BucketSender, digests_of
 from zerogap.weights.groups import JOIN_SECONDS, Group, join, open_store
-from zerogap.weights.handshake import SETTINGS, agree
-from zerogap.weights.manifest import Manifest, dtype_name, dtype_of, spec_bytes, tensor_bytes, tensor_digest
-from zerogap.wire.tensors import BucketHeader, TensorEntry, TensorSpec, TransferMode, TransferPlan, UpdateGroup
+from zerogap.weights.handshake import SETTINGS
+from zerogap.weights.manifest import Manifest, dtype_of, spec_bytes, tensor_bytes
+from zerogap.wire.tensors import BucketHeader, TensorSpec, TransferPlan, UpdateGroup
 
 if TYPE_CHECKING:
     from zerogap.wire.api import RolloutEngine
 
-DEFAULT_MAX_BUCKET_BYTES = 256 << 20
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.002
 _LAST_WORD_SECONDS = 10.0
 """For the engines to say what broke on their side, and to leave the group."""
 UNPLANNED_SECONDS = 60.0
 """For one broadcast of a client that gives no deadline."""
 
 
-class BroadcastSender:
+class BroadcastSender(BucketSender[Tensor]):
     """The trainer's half: one broadcast per tensor. `address` is where the engines reach this host."""
 
-    mode: ClassVar[TransferMode] = "broadcast"
+    mode = "broadcast"
+    settings = SETTINGS
 
     def __init__(
         self,
@@ -50,51 +51,20 @@ class BroadcastSender:
         address: str = "127.0.0.1",
         backend: Literal["gloo", "nccl"] = "gloo",
     ) -> None:
-        self.max_bucket_bytes = max_bucket_bytes
-        self._engine, self._fingerprint = engine, fingerprint
+        super().__init__(engine, fingerprint=fingerprint, max_bucket_bytes=max_bucket_bytes)
         self._address, self._backend = address, backend
-        self._session_id, self._give_up = "", 0.0
         self._spec: UpdateGroup | None = None
         self._group: Group | None = None
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Compares the two sides, their communication settings too, and joins a new group with every engine rank."""
-        self._give_up = time.monotonic() + deadline_seconds
-        plan = await agree(
-            self._engine,
-            manifest,
-            mode=self.mode,
-            fingerprint=self._fingerprint,
-            max_bucket_bytes=self.max_bucket_bytes,
-            deadline_seconds=deadline_seconds,
-            settings=SETTINGS,
-        )
-        self._session_id = plan.session_id
+        plan = await super().connect(manifest, deadline_seconds=deadline_seconds)
         await self._join(min(deadline_seconds, JOIN_SECONDS))
         return plan
 
-    async def send(self, bucket: Bucket) -> dict[str, str]:
-        """Announces the bucket and broadcasts it; returns the digest of each tensor once every engine has loaded it."""
-        assert self._spec is not None and self._group is not None
-        flats, entries = self._flats(bucket)
-        header = BucketHeader(
-            session_id=self._session_id,
-            index=bucket.index,
-            group_name=self._spec.group_name,
-            num_bytes=bucket.num_bytes,
-            entries=entries,
-        )
-        call = asyncio.ensure_future(self._engine.update_weights_from_distributed(header))
-        try:
-            await self._broadcast(self._group, flats, call)
-            await call
-        except BaseException:
-            call.cancel()
-            raise
-        return {entry.name: entry.digest for entry in entries}
-
     async def close(self) -> None:
         """Leaves the group, and tells the engines to. Safe twice."""
+        await super().close()
         spec, self._spec = self._spec, None
         group, self._group = self._group, None
         if group is not None:
@@ -105,6 +75,28 @@ class BroadcastSender:
             ):  # an engine that cannot leave has died, or leaves at the next join
                 async with asyncio.timeout(_LAST_WORD_SECONDS):
                     await self._engine.destroy_weights_update_group(spec.group_name)
+
+    def _make(self, bucket: Bucket, start: int) -> tuple[BucketHeader, Sequence[Tensor]]:
+        del start  # the tensors leave from where they lie
+        spec, group = self._joined
+        flats = [tensor_bytes(slot.tensor).to(group.device or "cpu") for slot in bucket.slots]
+        return self._header(bucket, digests_of(bucket, flats), group_name=spec.group_name), flats
+
+    async def _deliver(self, header: BucketHeader, parts: Sequence[Tensor]) -> None:
+        """Announces the bucket and broadcasts it, at the same time."""
+        _, group = self._joined
+        call = asyncio.ensure_future(self._engine.update_weights_from_distributed(header))
+        try:
+            await self._broadcast(group, parts, call)
+            await call
+        except BaseException:
+            call.cancel()
+            raise
+
+    @property
+    def _joined(self) -> tuple[UpdateGroup, Group]:
+        assert self._spec is not None and self._group is not None
+        return self._spec, self._group
 
     async def _join(self, deadline_seconds: float) -> None:
         """All ranks at once: each waits for the others. The first error ends the wait for all."""
@@ -145,26 +137,18 @@ class BroadcastSender:
                 call.result()
             raise
 
-    def _flats(self, bucket: Bucket) -> tuple[list[Tensor], tuple[TensorEntry, ...]]:
-        """What is broadcast, and what the header says of it."""
-        assert self._group is not None
-        flats = [tensor_bytes(slot.tensor).to(self._group.device or "cpu") for slot in bucket.slots]
-        return flats, describe(bucket, flats)
-
 
 class BroadcastReceiver(CheckedReceiver):
-    """The engine's half. One bucket of memory is kept from the first bucket to the end of the session."""
+    """The engine's half. Keeps memory for one bucket."""
 
     modes = ("broadcast",)
+    _room: Tensor | None = None
 
-    def __init__(self, destination: Destination) -> None:
-        super().__init__(destination)
-        self._room: Tensor | None = None
-
-    def close(self) -> None:
-        """Forgets the session and gives its memory back. Safe twice."""
-        super().close()
-        self._room = None
+    def _room_for(self, num_bytes: int, device: torch.device | None) -> Tensor:
+        if self._room is None or self._room.numel() < num_bytes:
+            self._room = None  # first: at most one is held
+            self._room = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._room[:num_bytes]
 
     def _views(self, header: BucketHeader) -> Iterator[Tensor]:
         group = self._destination.groups.get(header.group_name)
@@ -174,27 +158,6 @@ class BroadcastReceiver(CheckedReceiver):
         for entry in header.entries:
             group.wait_one()
             yield slice_bytes(room, entry)
-
-    def _room_for(self, num_bytes: int, device: torch.device | None) -> Tensor:
-        if self._room is None or self._room.numel() < num_bytes:
-            self._room = None
-            self._room = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._room
-
-
-def describe(bucket: Bucket, flats: Iterable[Tensor]) -> tuple[TensorEntry, ...]:
-    """The header's entries; `flats` are the bytes of the bucket's tensors, one by one."""
-    return tuple(
-        TensorEntry(
-            name=slot.name,
-            dtype=dtype_name(slot.tensor.dtype),
-            shape=tuple(slot.tensor.shape),
-            offset=slot.offset,
-            num_bytes=slot.num_bytes,
-            digest=tensor_digest(flat),
-        )
-        for slot, flat in zip(bucket.slots, flats, strict=True)
-    )
 
 
 def check_known(specs: Sequence[TensorSpec], manifest: Manifest) -> None:

@@ -5,44 +5,34 @@ Every weight starts at a multiple of ALIGNMENT_BYTES, so that it can be viewed i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from zerogap.weights.arrival import slice_bytes
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.manifest import tensor_bytes
-from zerogap.weights.modes.broadcast import BroadcastReceiver, BroadcastSender, describe
-from zerogap.wire.tensors import BucketHeader, TensorEntry
+from zerogap.weights.departure import digests_of, pack
+from zerogap.weights.modes.broadcast import BroadcastReceiver, BroadcastSender
+from zerogap.wire.tensors import BucketHeader
 
 PIECE_BYTES = 8 << 20
 """A bucket is broadcast in pieces of this size, so that the first weights are checked while the last ones travel."""
 
 
 class PackedSender(BroadcastSender):
-    """The trainer's half. One bucket of memory is kept from the first bucket to the end of the session."""
+    """The trainer's half."""
 
     mode = "broadcast_packed"
-    _room: Tensor | None = None
 
-    async def close(self) -> None:
-        self._room = None
-        await super().close()
+    def _make(self, bucket: Bucket, start: int) -> tuple[BucketHeader, Sequence[Tensor]]:
+        spec, group = self._joined
+        room = self._room_on(group.device or torch.device("cpu"))
+        header = self._header(bucket, digests_of(bucket, pack(bucket, room, start)), group_name=spec.group_name)
+        return header, room[start : start + bucket.num_bytes].split(PIECE_BYTES)
 
-    def _flats(self, bucket: Bucket) -> tuple[list[Tensor], tuple[TensorEntry, ...]]:
-        assert self._group is not None
-        if self._room is None or self._room.numel() < bucket.num_bytes:
-            self._room = None
-            self._room = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
-        room = self._room[: bucket.num_bytes]
-
-        def packed() -> Iterator[Tensor]:
-            for slot in bucket.slots:
-                yield room[slot.offset : slot.offset + slot.num_bytes].copy_(tensor_bytes(slot.tensor))
-
-        entries = describe(bucket, packed())  # each is digested while it is still in the processor's cache
-        return list(room.split(PIECE_BYTES)), entries
+    def _open_room(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class PackedReceiver(BroadcastReceiver):
@@ -52,7 +42,7 @@ class PackedReceiver(BroadcastReceiver):
 
     def _views(self, header: BucketHeader) -> Iterator[Tensor]:
         group = self._destination.groups.get(header.group_name)
-        room = self._room_for(header.num_bytes, group.device)[: header.num_bytes]
+        room = self._room_for(header.num_bytes, group.device)
         pieces = room.split(PIECE_BYTES)
         group.start(pieces, deadline_seconds=self._seconds_left())
         num_waited = 0

@@ -7,7 +7,7 @@ and where they are not those of its last version (a first refit, a late joiner, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +18,18 @@ from zerogap.threads import in_daemon_thread
 from zerogap.weights import delta_store
 from zerogap.weights.arrival import CheckedReceiver, Destination
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.handshake import agree
-from zerogap.weights.manifest import Manifest, dtype_name, tensor_digests
-from zerogap.wire.tensors import BucketHeader, DeltaSource, TensorEntry, TransferPlan
+from zerogap.weights.departure import BucketSender
+from zerogap.weights.manifest import tensor_digests
+from zerogap.wire.tensors import BucketHeader, DeltaSource, TransferPlan
 
 if TYPE_CHECKING:
     from zerogap.wire.api import RolloutEngine
 
 
-class DiskDeltaSender:
+class DiskDeltaSender(BucketSender[None]):
     """The trainer's half. Holds one copy of the last version in host memory, to tell what changed."""
+
+    mode = "disk_delta"
 
     def __init__(
         self,
@@ -40,24 +42,12 @@ class DiskDeltaSender:
         snapshot_every: int = 16,
         keep: int = 4,
     ) -> None:
-        self.max_bucket_bytes = max_bucket_bytes
-        self._engine, self._fingerprint = engine, fingerprint
+        super().__init__(engine, fingerprint=fingerprint, max_bucket_bytes=max_bucket_bytes)
         self._folder, self._run, self._snapshot_every, self._keep = folder.resolve(), run, snapshot_every, keep
         self._last: tuple[int, dict[str, Tensor]] | None = None
         self._last_digests: dict[str, str] = {}
         self._num_versions = 0
-        self._plan: TransferPlan | None = None
         self._index: delta_store.Index | None = None
-
-    async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
-        return await agree(
-            self._engine,
-            manifest,
-            mode="disk_delta",
-            fingerprint=self._fingerprint,
-            max_bucket_bytes=self.max_bucket_bytes,
-            deadline_seconds=deadline_seconds,
-        )
 
     async def prepare(self, plan: TransferPlan, tensors: Mapping[str, Tensor], version: int) -> TransferPlan:
         """Writes the version and lets the engine pull it, while it generates."""
@@ -84,28 +74,17 @@ class DiskDeltaSender:
             folder=str(self._folder), run=self._run, version=version, wire_bytes=index.wire_bytes,
             changed_bytes=index.changed_bytes,
         )  # fmt: skip
-        self._plan = plan.model_copy(update={"delta": source})
-        return self._plan
+        return plan.model_copy(update={"delta": source})
 
     async def send(self, bucket: Bucket) -> dict[str, str]:
-        """Announces the tensors of the bucket that the version changed. The engine has their bytes."""
-        assert self._plan is not None and self._index is not None
-        entries = tuple(
-            TensorEntry(
-                name=slot.name, dtype=dtype_name(slot.tensor.dtype), shape=tuple(slot.tensor.shape), offset=slot.offset,
-                num_bytes=slot.num_bytes, digest=self._index.tensors[slot.name].digest,
-            )
-            for slot in bucket.slots
-        )  # fmt: skip
-        header = BucketHeader(
-            session_id=self._plan.session_id, index=bucket.index, num_bytes=bucket.num_bytes, entries=entries
-        )
-        await self._engine.update_weights_from_tensor(header)
-        return {entry.name: self._last_digests[entry.name] for entry in entries}
+        """Announces the tensors of the bucket. The engine has the bytes of those that the version changed."""
+        return {name: self._last_digests[name] for name in await super().send(bucket)}
 
-    async def close(self) -> None:
-        """Nothing is held outside of the folder."""
-        self._plan = None
+    def _make(self, bucket: Bucket, start: int) -> tuple[BucketHeader, Sequence[Tensor]]:
+        """With the index's digests, which are those of host memory."""
+        del start
+        assert self._index is not None
+        return self._header(bucket, {name: change.digest for name, change in self._index.tensors.items()}), ()
 
     async def _engine_holds_the_last(self) -> bool:
         if self._last is None:
@@ -138,6 +117,6 @@ class DiskDeltaReceiver(CheckedReceiver):
         for entry in header.entries:
             yield self._pulled.get(entry.name, self._destination.tensors[entry.name])
 
-    def _check_digest(self, entry: TensorEntry, view: Tensor) -> None:
+    def _digests(self, views: Mapping[str, Tensor]) -> dict[str, str]:
         """In the words of the folder's index, which are those of host memory."""
-        super()._check_digest(entry, view.cpu())
+        return super()._digests({name: view.cpu() for name, view in views.items()})

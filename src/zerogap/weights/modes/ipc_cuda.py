@@ -11,19 +11,25 @@ import torch
 from torch import Tensor
 
 from zerogap.errors import TransferFailed
-from zerogap.weights.manifest import dtype_of
-from zerogap.wire.tensors import BucketHeader, CudaHandle, TensorEntry, TensorSpec
+from zerogap.wire.tensors import BucketHeader, CudaHandle
 
 
 class CudaSegment:
     """A flat uint8 tensor on a GPU, made here or mapped from the process that made it."""
 
-    def __init__(self, flat: Tensor, name: str) -> None:
-        self.bytes, self.name = flat, name
+    def __init__(self, flat: Tensor, name: str, shared: CudaHandle | None = None) -> None:
+        self.bytes, self.name, self._shared = flat, name, shared
 
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> CudaSegment:
-        return cls(torch.empty(num_bytes, dtype=torch.uint8, device=device), "")
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Shared once: each time wraps the memory in one more reference.
+        index, memory, size, offset, counter, counter_offset, event, sync = flat.untyped_storage()._share_cuda_()
+        shared = CudaHandle(
+            device=index, memory=_text(memory), storage_bytes=size, storage_offset=offset, counter=_text(counter),
+            counter_offset=counter_offset, event=_text(event), event_sync=sync,
+        )  # fmt: skip
+        return cls(flat, shared.name, shared)
 
     @classmethod
     def attach(cls, header: BucketHeader, handle: CudaHandle) -> CudaSegment:
@@ -39,7 +45,7 @@ class CudaSegment:
                 remedy="the sender has died, or it uses another GPU: colocated engines share the trainer's device",
             ) from error
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return cls(flat, handle.memory)
+        return cls(flat, handle.name)
 
     @property
     def num_bytes(self) -> int:
@@ -47,18 +53,9 @@ class CudaSegment:
 
     def handle(self) -> CudaHandle:
         """What another process maps it by; the bytes written so far are there when it does."""
+        assert self._shared is not None, "only who made the memory shares it"
         torch.cuda.synchronize()
-        device, memory, size, offset, counter, counter_offset, event, sync = self.bytes.untyped_storage()._share_cuda_()
-        return CudaHandle(
-            device=device, memory=_text(memory), storage_bytes=size, storage_offset=offset, counter=_text(counter),
-            counter_offset=counter_offset, event=_text(event), event_sync=sync,
-        )  # fmt: skip
-
-    def unlink(self) -> None:
-        """It has no name that could outlive both processes."""
-
-    def view(self, entry: TensorEntry | TensorSpec, offset: int, num_bytes: int) -> Tensor:
-        return self.bytes[offset : offset + num_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
+        return self._shared
 
 
 def _text(data: bytes) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,76 +18,61 @@ from zerogap.errors import TransferFailed
 from zerogap.threads import in_daemon_thread
 from zerogap.weights.arrival import CheckedReceiver
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.handshake import SETTINGS, agree
-from zerogap.weights.manifest import Manifest, tensor_bytes
-from zerogap.weights.modes.broadcast import DEFAULT_MAX_BUCKET_BYTES, describe
+from zerogap.weights.departure import BucketSender, digests_of, pack
+from zerogap.weights.handshake import SETTINGS
+from zerogap.weights.manifest import Manifest
 from zerogap.weights.nixl import Agent, Write, places_for
-from zerogap.wire.tensors import ALIGNMENT_BYTES, BucketHeader, RankEndpoint, TransferPlan
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan
 
-if TYPE_CHECKING:
-    from zerogap.wire.api import RolloutEngine
-
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.002
 
 
-class P2pSender:
-    """The trainer's half. It keeps its NIXL agent from one refit to the next, and one bucket of memory for each."""
+class _Room(NamedTuple):
+    flat: Tensor
+    registered: Any
+    """NIXL's handle of it."""
 
-    def __init__(
-        self, engine: RolloutEngine, *, fingerprint: str | None, max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
-    ) -> None:
-        self.max_bucket_bytes = max_bucket_bytes
-        self._engine, self._fingerprint = engine, fingerprint
-        self._session_id, self._give_up, self._room_bytes = "", 0.0, 1
-        self._agent: Agent | None = None
-        self._endpoints: tuple[RankEndpoint, ...] = ()
-        self._room: Tensor | None = None
-        self._registered: Any = None
+
+class P2pSender(BucketSender[_Room]):
+    """The trainer's half. It keeps its NIXL agent from one refit to the next, and with it the connections: an engine
+    does not notice that one has ended.
+    """
+
+    mode = "p2p"
+    settings = SETTINGS
+    _agent: Agent | None = None
+    _endpoints: tuple[RankEndpoint, ...] = ()
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Compares the two sides, their communication settings too, and meets every engine rank."""
-        self._give_up = time.monotonic() + deadline_seconds
-        plan = await agree(
-            self._engine,
-            manifest,
-            mode="p2p",
-            fingerprint=self._fingerprint,
-            max_bucket_bytes=self.max_bucket_bytes,
-            deadline_seconds=deadline_seconds,
-            settings=SETTINGS,
-        )
-        self._session_id = plan.session_id
-        self._room_bytes = min(self.max_bucket_bytes, manifest.num_bytes + ALIGNMENT_BYTES * len(manifest.specs))
+        plan = await super().connect(manifest, deadline_seconds=deadline_seconds)
         if self._agent is None:
             self._agent = await in_daemon_thread(Agent, name="open-agent")
         self._meet(self._agent, await self._engine.remote_instance_transfer_engine_info())
         return plan
 
-    async def send(self, bucket: Bucket) -> dict[str, str]:
-        """Writes the bucket to every rank at once; returns the digest of each tensor once every rank has checked it."""
+    def _make(self, bucket: Bucket, start: int) -> tuple[BucketHeader, Sequence[Tensor]]:
+        room = self._room_on(bucket.slots[0].tensor.device).flat
+        header = self._header(bucket, digests_of(bucket, pack(bucket, room, start)))
+        return header, [room[start + slot.offset : start + slot.offset + slot.num_bytes] for slot in bucket.slots]
+
+    def _open_room(self, num_bytes: int, device: torch.device) -> _Room:
         assert self._agent is not None
-        room = self._room_for(self._agent, bucket)
-        parts = [room[slot.offset : slot.offset + slot.num_bytes] for slot in bucket.slots]
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return _Room(flat, self._agent.register([flat]))
 
-        def packed() -> Iterator[Tensor]:
-            for slot, part in zip(bucket.slots, parts, strict=True):
-                yield part.copy_(tensor_bytes(slot.tensor))
+    def _close_room(self, room: _Room) -> None:
+        assert self._agent is not None
+        self._agent.forget(room.registered)
 
-        entries = describe(bucket, packed())  # each is digested while it is still in the processor's cache
-        full = [(slot.name, part) for slot, part in zip(bucket.slots, parts, strict=True) if part.numel()]
+    async def _deliver(self, header: BucketHeader, parts: Sequence[Tensor]) -> None:
+        """Writes the bucket to every rank at once, then tells them that it is there."""
+        assert self._agent is not None
+        named = zip(header.entries, parts, strict=True)
+        full = [(entry.name, part) for entry, part in named if part.numel()]
         if full:
             await self._write(self._agent, full)
-        entries = describe(bucket, parts)
-        header = BucketHeader(
-            session_id=self._session_id, index=bucket.index, num_bytes=bucket.num_bytes, entries=entries
-        )
-        await self._engine.update_weights_from_tensor(header)
-        return {entry.name: entry.digest for entry in entries}
-
-    async def close(self) -> None:
-        """Gives the bucket's memory back. Connections are kept: an engine does not notice that one has ended."""
-        if self._agent is not None:
-            self._forget_room(self._agent)
+        await super()._deliver(header, parts)
 
     def _meet(self, agent: Agent, endpoints: Sequence[RankEndpoint]) -> None:
         """Keeps who is known, parts from who is gone."""
@@ -120,20 +105,6 @@ class P2pSender:
         finally:
             for write in writes:
                 write.release()
-
-    def _room_for(self, agent: Agent, bucket: Bucket) -> Tensor:
-        if self._room is None or self._room.numel() < bucket.num_bytes:
-            self._forget_room(agent)
-            first = bucket.slots[0].tensor
-            size = max(bucket.num_bytes, self._room_bytes, 1)
-            self._room = torch.empty(size, dtype=torch.uint8, device=first.device)
-            self._registered = agent.register([self._room])
-        return self._room
-
-    def _forget_room(self, agent: Agent) -> None:
-        if self._room is not None:
-            agent.forget(self._registered)
-            self._room = self._registered = None
 
 
 class P2pReceiver(CheckedReceiver):

@@ -7,31 +7,22 @@ takes the version. Between an optimizer step and the refit it must not generate:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from zerogap.errors import ConfigError
 from zerogap.weights.arrival import CheckedReceiver
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.handshake import agree
+from zerogap.weights.departure import BucketSender, digests_of
 from zerogap.weights.manifest import Manifest, tensor_bytes
-from zerogap.weights.modes.broadcast import DEFAULT_MAX_BUCKET_BYTES, describe
 from zerogap.wire.tensors import BucketHeader, TransferPlan
 
-if TYPE_CHECKING:
-    from zerogap.wire.api import RolloutEngine
 
-
-class SharedSender:
+class SharedSender(BucketSender[None]):
     """The trainer's half: says which bytes the engine must find in its own weights."""
 
-    def __init__(
-        self, engine: RolloutEngine, *, fingerprint: str | None, max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
-    ) -> None:
-        self.max_bucket_bytes = max_bucket_bytes
-        self._engine, self._fingerprint, self._session_id = engine, fingerprint, ""
+    mode = "shared"
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Raises ConfigError for an engine in another process."""
@@ -41,28 +32,11 @@ class SharedSender:
                 f"transfer mode shared, and the engine is process {pid}, not the trainer's {os.getpid()}",
                 remedy="make the engine in the trainer's process (EngineCore with `shares`), or use ipc",
             )
-        plan = await agree(
-            self._engine,
-            manifest,
-            mode="shared",
-            fingerprint=self._fingerprint,
-            max_bucket_bytes=self.max_bucket_bytes,
-            deadline_seconds=deadline_seconds,
-        )
-        self._session_id = plan.session_id
-        return plan
+        return await super().connect(manifest, deadline_seconds=deadline_seconds)
 
-    async def send(self, bucket: Bucket) -> dict[str, str]:
-        """Returns the digest of each tensor once the engine has found the same bytes in its own."""
-        entries = describe(bucket, (tensor_bytes(slot.tensor) for slot in bucket.slots))
-        header = BucketHeader(
-            session_id=self._session_id, index=bucket.index, num_bytes=bucket.num_bytes, entries=entries
-        )
-        await self._engine.update_weights_from_tensor(header)
-        return {entry.name: entry.digest for entry in entries}
-
-    async def close(self) -> None:
-        """There is nothing to give back."""
+    def _make(self, bucket: Bucket, start: int) -> tuple[BucketHeader, Sequence[Tensor]]:
+        del start
+        return self._header(bucket, digests_of(bucket, (tensor_bytes(slot.tensor) for slot in bucket.slots))), ()
 
 
 class SharedReceiver(CheckedReceiver):
