@@ -1,6 +1,6 @@
 """A whole GRPO step, colocated on one GPU, with the real engine process, wire, refit and trainer: workload R.
 
-    python benchmarks/gpu_step.py [--steps 3] [--out FILE]
+    python benchmarks/gpu_step.py [--steps 3] [--set refit.max_bucket_bytes=N] [--out FILE]
 
 Three steps at lr 1e-6; random rewards; every sample is trained on and compared: the run ends with a ParityError if one
 bit differs. The third step counts. Random bf16 weights of Qwen3-0.6B's shape.
@@ -91,12 +91,12 @@ class Clock:
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + time.perf_counter() - self._started
 
 
-async def run(steps: int, temperature: float, place: Path) -> list[dict[str, Any]]:
+async def run(steps: int, temperature: float, place: Path, changes: list[str]) -> list[dict[str, Any]]:
     folder = random_folder(place / "model")
     overrides = [
         f"model.path={folder}", "model.device=cuda", "model.dtype=bfloat16", "data.task=max4", "trainer.lr=1e-6",
         "engine.num_kv_tokens=300000", "engine.chunk_size=16384", "sampling.max_new_tokens=1024",
-        "trainer.micro_batch_groups=4", "trainer.warmup_steps=0", "trainer.schedule=constant",
+        "trainer.micro_batch_groups=4", "trainer.warmup_steps=0", "trainer.schedule=constant", *changes,
     ]  # fmt: skip
     config = load(None, overrides).config
     started = time.perf_counter()
@@ -134,7 +134,7 @@ async def run(steps: int, temperature: float, place: Path) -> list[dict[str, Any
                 tokens = sum(len(s.response_ids) for g in groups for s in g.samples)
                 results.append({
                     "whole": whole, **span.seconds, "tokens": tokens, "refit_pause": moved.pause_seconds,
-                    "digest": moved.digest_seconds, "gap": stats.metrics[metrics.GAP_MAX],
+                    "refit_stages": dict(moved.stage_seconds), "gap": stats.metrics[metrics.GAP_MAX],
                     "gap_tokens": stats.metrics[metrics.GAP_TOKENS], "grad_norm": stats.metrics[metrics.GRAD_NORM],
                 })  # fmt: skip
                 print(json.dumps(results[-1]), flush=True)
@@ -148,10 +148,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--set", action="append", default=[], help="an option of the run file, option=value")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        results = asyncio.run(run(options.steps, options.temperature, Path(place)))
+        results = asyncio.run(run(options.steps, options.temperature, Path(place), options.set))
     if options.out:
         about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         options.out.write_text(json.dumps({"about": about, "steps": results}, indent=2) + "\n")

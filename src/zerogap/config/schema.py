@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+MAX_BUCKET_BYTES = 64 << 20
+"""Small enough that the next bucket is made while the engine loads this one."""
+
 
 class Section(BaseModel):
     """Base of every table of a run file: frozen, strict about types, and an unknown key is an error."""
@@ -147,7 +150,7 @@ class RefitSettings(Section):
         Literal["ipc", "shared", "broadcast", "broadcast_packed", "p2p", "disk_delta"],
         Field(description="transfer mode (docs/refit.md); ipc: shared memory on one host"),
     ] = "ipc"
-    max_bucket_bytes: Annotated[int, Field(ge=1 << 20, description="weights that travel together")] = 256 << 20
+    max_bucket_bytes: Annotated[int, Field(ge=1 << 20, description="weights that travel together")] = MAX_BUCKET_BYTES
     deadline_seconds: Annotated[float, Field(gt=0, description="for one whole refit")] = 120.0
     folder: Annotated[
         str | None, Field(min_length=1, description="disk_delta: folder that trainer and engines see; none: the run's")

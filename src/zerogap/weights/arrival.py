@@ -181,7 +181,9 @@ class CheckedReceiver(ABC):
             )
 
     def _checked(self, header: BucketHeader) -> Iterator[Arrival]:
-        """What arrived as it was sent: a few tensors at a time, which the processor still has when they are copied."""
+        """What arrived as it was sent: on a CPU a few tensors at a time, which the processor still has when they are
+        copied; on a GPU the whole bucket, for which the host waits once.
+        """
         arrivals = zip(header.entries, self._views(header), strict=True)
         while some := _next_few(arrivals):
             digests = self._digests({entry.name: view for entry, view in some})
@@ -204,7 +206,7 @@ def _next_few(arrivals: Iterator[Arrival]) -> list[Arrival]:
     size = 0
     while size < _CHECKED_AT_ONCE_BYTES and (arrival := next(arrivals, None)) is not None:
         some.append(arrival)
-        size += arrival[0].num_bytes
+        size += 0 if arrival[1].is_cuda else arrival[0].num_bytes
     return some
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from zerogap.config.schema import MAX_BUCKET_BYTES
 from zerogap.threads import in_daemon_thread
 from zerogap.weights.bucket import Bucket
 from zerogap.weights.handshake import agree
@@ -23,7 +24,6 @@ from zerogap.wire.tensors import ALIGNMENT_BYTES, BucketHeader, TensorEntry, Tra
 if TYPE_CHECKING:
     from zerogap.wire.api import RolloutEngine
 
-DEFAULT_MAX_BUCKET_BYTES = 64 << 20
 Room = TypeVar("Room")
 
 
@@ -40,7 +40,7 @@ class BucketSender(ABC, Generic[Room]):
     """Environment variables that both sides must have alike."""
 
     def __init__(
-        self, engine: RolloutEngine, *, fingerprint: str | None, max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES
+        self, engine: RolloutEngine, *, fingerprint: str | None, max_bucket_bytes: int = MAX_BUCKET_BYTES
     ) -> None:
         self.max_bucket_bytes = max_bucket_bytes
         self._engine, self._fingerprint = engine, fingerprint

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -41,13 +42,13 @@ PauseMode = Literal["abort", "retract", "in_place"]
 @dataclass(frozen=True, slots=True)
 class RefitReport:
     """What one refit did. `pause_seconds` runs from the pause (or the begin, if paused before) until generation may go
-    on; `digest_seconds` is what the proof cost.
+    on; `stage_seconds` has what each stage of the session took, by its name above.
     """
 
     version: int
     seconds: float
     pause_seconds: float
-    digest_seconds: float
+    stage_seconds: Mapping[str, float]
     num_bytes: int
     num_tensors: int
     num_buckets: int
@@ -73,6 +74,10 @@ class _Stages:
 
     def seconds(self, start: str, end: str) -> float:
         return self.began[end] - self.began[start]
+
+    def durations(self) -> dict[str, float]:
+        """Of all but the last."""
+        return {name: self.seconds(name, after) for name, after in pairwise(self.began)}
 
 
 async def refit(
@@ -159,7 +164,7 @@ async def _run(
         version=version,
         seconds=stages.seconds("connect", "done"),
         pause_seconds=stages.seconds("begin" if pause is None else "pause", "done"),
-        digest_seconds=stages.seconds("prove", "version"),
+        stage_seconds=stages.durations(),
         num_bytes=plan.num_bytes,
         num_tensors=plan.num_tensors,
         num_buckets=num_buckets,

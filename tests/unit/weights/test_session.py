@@ -172,7 +172,8 @@ async def test_the_report_adds_up():
     started = time.monotonic()
     report = await refit(engine, sender, tensors, 7, deadline_seconds=10, pause="abort")
     wall = time.monotonic() - started
-    assert 0 < report.digest_seconds < report.pause_seconds <= report.seconds <= wall
+    assert 0 < report.stage_seconds["prove"] < report.pause_seconds <= report.seconds <= wall
+    assert sum(report.stage_seconds.values()) == pytest.approx(report.seconds)
     assert (report.version, report.num_tensors) == (7, len(tensors))
     assert report.num_bytes == sum(t.nbytes for t in tensors.values())
     assert report.num_buckets == len(list(buckets(tensors, 200)))

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from zerogap.config.schema import MAX_BUCKET_BYTES
 from zerogap.errors import ManifestMismatch, TransferFailed, ZerogapError
 from zerogap.threads import in_daemon_thread
 from zerogap.weights.arrival import CheckedReceiver, slice_bytes
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.departure import DEFAULT_MAX_BUCKET_BYTES, BucketSender, digests_of
+from zerogap.weights.departure import BucketSender, digests_of
 from zerogap.weights.groups import JOIN_SECONDS, Group, join, open_store
 from zerogap.weights.handshake import SETTINGS
 from zerogap.weights.manifest import Manifest, dtype_of, spec_bytes, tensor_bytes
@@ -47,7 +48,7 @@ class BroadcastSender(BucketSender[Tensor]):
         engine: RolloutEngine,
         *,
         fingerprint: str | None,
-        max_bucket_bytes: int = DEFAULT_MAX_BUCKET_BYTES,
+        max_bucket_bytes: int = MAX_BUCKET_BYTES,
         address: str = "127.0.0.1",
         backend: Literal["gloo", "nccl"] = "gloo",
     ) -> None:
