@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from zerogap.bench.shapes import QWEN3_HF, SMOLLM2_HF
 from zerogap.engine.gpu_runner import GpuRunner
 from zerogap.engine.requests import SamplingParams, Sequence
 from zerogap.model.config import ModelConfig
@@ -33,34 +34,7 @@ from zerogap.numerics.gpu import attention, certify, gemm, rows, vocabulary
 from zerogap.numerics.gpu.packed import PackedRuns, packed_attend
 from zerogap.numerics.matmul import LinearRoute
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 4096,
-}
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
-}
-MODELS = {"qwen3-0.6b": QWEN3, "smollm2-135m": SMOLLM2}
+MODELS = {"qwen3-0.6b": QWEN3_HF, "smollm2-135m": SMOLLM2_HF}
 COPY_BYTES_PER_SECOND = 4.3e12
 CUDA = torch.device("cuda")
 

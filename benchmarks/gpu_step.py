@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import QWEN3, workload
+from gpu import workload
 from safetensors.torch import save_file
 
 from zerogap import metrics
+from zerogap.bench.shapes import QWEN3_HF
 from zerogap.config.load import load
 from zerogap.engines import Engines
 from zerogap.model.registry import load_decoder, read_config
@@ -37,7 +38,7 @@ from zerogap.wire.api import GenerateBody, GenerateReply, RolloutEngine, Samplin
 
 def random_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**QWEN3, "architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps({**QWEN3_HF, "architectures": ["Qwen3ForCausalLM"]}))
     from zerogap.model.decoder import Decoder  # noqa: PLC0415
 
     decoder = Decoder(read_config(folder), dtype=torch.bfloat16, device=torch.device("cuda"))
@@ -51,7 +52,7 @@ def random_folder(folder: Path) -> Path:
 
 
 async def generate(engine: RolloutEngine, step: int, temperature: float) -> list[PromptGroup]:
-    prompts, lengths = workload(QWEN3["vocab_size"])
+    prompts, lengths = workload(QWEN3_HF["vocab_size"])
     sampling = [
         SamplingBody(max_new_tokens=n, temperature=temperature, ignore_eos=True, sampling_seed=step * 1000 + i)
         for i, n in enumerate(lengths)

@@ -20,27 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerogap.model.config import ModelConfig
+from zerogap.bench.shapes import SMOLLM2
 from zerogap.model.decoder import Decoder
 from zerogap.model.registry import load_decoder
 from zerogap.numerics.attention import PagedKV, PagedLayout, TreePlan, paged_attend, tree_attend
 from zerogap.numerics.logprob import token_logprobs
 
-SMOLLM2_SHAPE = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 2048,
-    }
-)
 BLOCK = 16
 
 
@@ -182,7 +167,7 @@ def main() -> None:
     if options.model:
         decoder = load_decoder(options.model)
     else:
-        decoder = Decoder(SMOLLM2_SHAPE)
+        decoder = Decoder(SMOLLM2)
         decoder.initialise(0)
     plain, ours = Plain(decoder, 64, 256), Ours(decoder, 64, 256)
     decoder.prepack()

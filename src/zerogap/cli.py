@@ -15,6 +15,8 @@ from zerogap.errors import ConfigError, ZerogapError
 app = App(name="zerogap", version=__version__, help="RL post-training with engine and trainer equal to the last bit.")
 model = App(name="model", help="Models that need no hub.")
 config = App(name="config", help="The options of a run.")
+bench = App(name="bench", help="What it costs, as ratios within one run.")
+app.command(bench)
 app.command(model)
 app.command(config)
 
@@ -95,6 +97,26 @@ def report(*runs: Path, out: Path | None = None) -> int:
     folder = out or (runs[0] / "report" if len(runs) == 1 else Path("report"))
     print(write_report(runs, folder))
     return 0
+
+
+@bench.command
+def refit(
+    model: Path | None = None,
+    *,
+    modes: tuple[str, ...] = (),
+    dtypes: tuple[str, ...] = ("bfloat16", "float32"),
+    repeats: int = 5,
+    bucket_mib: int = 64,
+    out: Path | None = None,
+) -> int:
+    """Measure a refit in each transfer mode against one memcpy of the same bytes. Leave the machine alone meanwhile.
+
+    MODEL is a Hugging Face folder; without one it is SmolLM2-135M's shape with random weights. OUT is a file for JSON,
+    beside which a table and a chart are written. Without --modes: all of them.
+    """
+    from zerogap.bench.refit import MODES, bench_refit
+
+    return bench_refit(model, modes or MODES, dtypes, repeats=repeats, bucket_mib=bucket_mib, out=out)
 
 
 @model.command(name="import")

@@ -93,7 +93,10 @@ class Loop:
             await self._measure("train")
         async with self.placement.refit_turn(record.span):
             with record.span("refit"):
-                moved = await refit(self.engine, self.sender, self._weights(), step + 2, **self._refit_options)
+                moved = await refit(
+                    self.engine, self.sender, self._weights(), step + 2,
+                    pause=self.placement.refit_pause, **self._refit_options,
+                )  # fmt: skip
             await self._measure("refit")
         await self._measure("resume")
         self._record(step, groups, stats.metrics, moved, draw.num_skipped)
@@ -109,7 +112,9 @@ class Loop:
             {
                 metrics.SKIPPED_PROMPTS: float(num_skipped),
                 metrics.STEP_TIME: sum(seconds.values()),
-                metrics.REFIT_BYTES: float(moved.num_bytes),
+                metrics.REFIT_BYTES: float(moved.wire_bytes),
+                metrics.REFIT_DENSITY: moved.density,
+                metrics.REFIT_PAUSE: moved.pause_seconds,
             },
         )
         self.recorder.end_step(step, values, groups)

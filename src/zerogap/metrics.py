@@ -86,6 +86,7 @@ STEP_TIME = _metric("perf/step_time", _MAX, "wall seconds of the step")
 TOKENS_PER_SECOND = _metric("perf/tokens_per_gpu_per_sec", _MEAN, "response tokens / rollout seconds / engine devices")
 LONGEST_SAMPLE = _metric("perf/longest_sample_tokens_per_sec", _MAX, "longest response / rollout seconds")
 REFIT_BYTES = _metric("perf/update_weights_wire_bytes", _SUM, "bytes that a refit moved")
+REFIT_DENSITY = _metric("perf/update_weights_density", _MEAN, "share of the weights' bytes that a refit changed")
 REFIT_PAUSE = _metric("perf/update_weights_pause_seconds", _MAX, "seconds in which the refit kept the engine paused")
 TRAIN_TOKENS_PER_SECOND = _metric("perf/actor_train_tok_per_s", _MEAN, "tokens trained on / train seconds")
 

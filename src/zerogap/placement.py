@@ -7,14 +7,14 @@ for the refit alone. If anything fails meanwhile the engine stays paused, and th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from zerogap.wire.api import MemoryTag, RolloutEngine
+from zerogap.wire.messages import PauseMode
 
 Span = Callable[[str], AbstractContextManager[Any]]
-Tags = list[MemoryTag]
 
 
 class Tenant(Protocol):
@@ -28,6 +28,9 @@ class Tenant(Protocol):
 class Placement(Protocol):
     """`span` times a phase and, when it ends, measures who holds which memory."""
 
+    refit_pause: PauseMode | None
+    """How a refit pauses the engine; None where it is paused already when its turn comes."""
+
     def trainer_turn(self, span: Span) -> AbstractAsyncContextManager[None]: ...
 
     def refit_turn(self, span: Span) -> AbstractAsyncContextManager[None]: ...
@@ -36,34 +39,44 @@ class Placement(Protocol):
 class Colocated:
     """Engine and trainer share one device: the engine gives back its tags for the time of the trainer's turn."""
 
+    refit_pause: PauseMode | None = None
+    before_refit: ClassVar[Sequence[MemoryTag]] = ("weights",)
+    after_refit: ClassVar[Sequence[MemoryTag]] = ("kv_cache", "cuda_graph")
+
     def __init__(self, engine: RolloutEngine, trainer: Tenant) -> None:
         self._engine, self._trainer = engine, trainer
 
     @asynccontextmanager
     async def trainer_turn(self, span: Span) -> AsyncIterator[None]:
-        weights_and_cache: Tags = ["kv_cache", "weights", "cuda_graph"]
         with span("release"):
-            await self._engine.pause_generation("abort")
+            await self._engine.pause_generation("abort")  # before the weights change: they may be the engine's too
             await self._engine.flush_cache()
-            await self._engine.release_memory_occupation(weights_and_cache)
+            await self._engine.release_memory_occupation([*self.after_refit, *self.before_refit])
             self._trainer.onload()
         yield
         self._trainer.offload()
 
     @asynccontextmanager
     async def refit_turn(self, span: Span) -> AsyncIterator[None]:
-        weights: Tags = ["weights"]
-        cache: Tags = ["kv_cache", "cuda_graph"]
-        with span("resume"):
-            await self._engine.resume_memory_occupation(weights)
+        if self.before_refit:
+            with span("resume"):
+                await self._engine.resume_memory_occupation(self.before_refit)
         yield
         with span("resume"):
-            await self._engine.resume_memory_occupation(cache)
+            await self._engine.resume_memory_occupation(self.after_refit)
             await self._engine.continue_generation()
+
+
+class OneProcess(Colocated):
+    """Engine and trainer share a process and the weights: the cache alone goes back for the time of the training."""
+
+    before_refit = ()
 
 
 class Disaggregated:
     """Engines on devices of their own: they keep their memory, and stop for the time of a refit."""
+
+    refit_pause: PauseMode | None = "retract"
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -75,35 +88,6 @@ class Disaggregated:
 
     @asynccontextmanager
     async def refit_turn(self, span: Span) -> AsyncIterator[None]:
-        with span("release"):
-            await self._engine.pause_generation("retract")
-            await self._engine.flush_cache()
         yield
         with span("resume"):
-            await self._engine.continue_generation()
-
-
-class OneProcess:
-    """Engine and trainer share a process and the weights: the cache alone goes back for the time of the training."""
-
-    def __init__(self, engine: RolloutEngine, trainer: Tenant) -> None:
-        self._engine, self._trainer = engine, trainer
-
-    @asynccontextmanager
-    async def trainer_turn(self, span: Span) -> AsyncIterator[None]:
-        cache: Tags = ["kv_cache", "cuda_graph"]
-        with span("release"):
-            await self._engine.pause_generation("abort")  # before the weights change under the engine
-            await self._engine.flush_cache()
-            await self._engine.release_memory_occupation(cache)
-            self._trainer.onload()
-        yield
-        self._trainer.offload()
-
-    @asynccontextmanager
-    async def refit_turn(self, span: Span) -> AsyncIterator[None]:
-        cache: Tags = ["kv_cache", "cuda_graph"]
-        yield
-        with span("resume"):
-            await self._engine.resume_memory_occupation(cache)
             await self._engine.continue_generation()

@@ -74,7 +74,8 @@ class ChildProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
         return EngineUnreachable(
             f"{self.name} (pid {self.process.pid}) {how}{self._log_tail()}",
-            remedy=f"the whole log is {self.log_path}; the last checkpoint can be resumed with checkpoint.resume=true",
+            remedy=f"the whole log is {self.log_path}; the run goes on from its last checkpoint with "
+            "checkpoint.resume=RUN_FOLDER",
             exit_code=code,
         )
 

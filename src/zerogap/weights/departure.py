@@ -38,11 +38,13 @@ class BucketSender(ABC, Generic[Room]):
     mode: ClassVar[TransferMode]
     settings: ClassVar[Sequence[str]] = ()
     """Environment variables that both sides must have alike."""
+    moves: ClassVar[bool] = True
+    """Whether the bytes of a bucket travel with it."""
 
     def __init__(
         self, engine: RolloutEngine, *, fingerprint: str | None, max_bucket_bytes: int = MAX_BUCKET_BYTES
     ) -> None:
-        self.max_bucket_bytes = max_bucket_bytes
+        self.max_bucket_bytes, self.wire_bytes = max_bucket_bytes, 0
         self._engine, self._fingerprint = engine, fingerprint
         self._session_id, self._give_up = "", 0.0
         self._room: Room | None = None
@@ -79,7 +81,7 @@ class BucketSender(ABC, Generic[Room]):
             deadline_seconds=deadline_seconds,
             settings=self.settings,
         )
-        self._session_id = plan.session_id
+        self._session_id, self.wire_bytes = plan.session_id, 0
         everything = manifest.num_bytes + ALIGNMENT_BYTES * len(manifest.specs)
         largest = max((spec_bytes(spec) for spec in manifest.specs), default=0)
         self._wanted_bytes = max(1, min(everything, max(2 * self.max_bucket_bytes, largest)))
@@ -96,6 +98,7 @@ class BucketSender(ABC, Generic[Room]):
         await self.settle()
         self._call = asyncio.ensure_future(self._deliver(header, parts))
         self._read = (start, start + bucket.num_bytes)
+        self.wire_bytes += sum(entry.num_bytes for entry in header.entries) if self.moves else 0
         return {entry.name: entry.digest for entry in header.entries}
 
     async def settle(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -31,12 +31,11 @@ from zerogap.errors import ProtocolMismatch, TransferFailed, ZerogapError
 from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, differing_names, name_some
 from zerogap.weights.transfer import PreparesAhead, WeightSender
+from zerogap.wire.messages import PauseMode
 from zerogap.wire.tensors import TransferPlan
 
 if TYPE_CHECKING:
     from zerogap.wire.api import RolloutEngine
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ async def _run(
         num_bytes=plan.num_bytes,
         num_tensors=plan.num_tensors,
         num_buckets=num_buckets,
-        wire_bytes=plan.num_bytes if plan.delta is None else plan.delta.wire_bytes,
+        wire_bytes=sender.wire_bytes,
         changed_bytes=plan.num_bytes if plan.delta is None else plan.delta.changed_bytes,
     )
 

@@ -20,6 +20,8 @@ class WeightSender(Protocol):
     """Trainer side, one per trainer rank."""
 
     max_bucket_bytes: int
+    wire_bytes: int
+    """What every engine rank was sent since `connect`."""
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Compares manifest and numerics fingerprint with the engine before anything moves.

@@ -63,6 +63,17 @@ async def test_bytes_out_equal_bytes_in_for_every_kind_of_tensor(mode, max_bucke
     assert report.num_buckets == len(list(buckets(sent, max_bucket_bytes)))
 
 
+async def test_the_report_says_how_many_bytes_every_engine_was_sent(mode):
+    engine, sender = make(mode, odd_tensors(seed=1))
+    report = await refit(engine, sender, odd_tensors(seed=2), 1, deadline_seconds=DEADLINE, pause="abort")
+    if mode == "disk_delta":
+        assert report.wire_bytes == sender._index.wire_bytes > 0
+    else:
+        assert report.wire_bytes == report.num_bytes
+    again = await refit(engine, sender, odd_tensors(seed=2), 2, deadline_seconds=DEADLINE, pause="abort")
+    assert again.density == (0.0 if mode == "disk_delta" else 1.0)
+
+
 async def test_twenty_refits_in_a_row_work_and_leave_nothing_behind(mode):
     engine, sender = make(mode, odd_tensors())
     seen = []

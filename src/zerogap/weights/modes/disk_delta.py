@@ -30,6 +30,7 @@ class DiskDeltaSender(BucketSender[None]):
     """The trainer's half. Holds one copy of the last version in host memory, to tell what changed."""
 
     mode = "disk_delta"
+    moves = False
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class DiskDeltaSender(BucketSender[None]):
         )
         delta_store.retain(self._folder, self._keep)
         self._num_versions += 1
+        self.wire_bytes = index.wire_bytes
         self._last, self._index, self._last_digests = (version, host), index, tensor_digests(tensors)
         await self._engine.pull_weights(str(self._folder), version)
         source = DeltaSource(

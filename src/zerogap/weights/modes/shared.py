@@ -23,6 +23,7 @@ class SharedSender(BucketSender[None]):
     """The trainer's half: says which bytes the engine must find in its own weights."""
 
     mode = "shared"
+    moves = False
 
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Raises ConfigError for an engine in another process."""
