@@ -135,6 +135,9 @@ class TrainerSettings(Section):
     kl_weight: Annotated[float, Field(ge=0, description="pull to the starting model; 0: no reference is kept")] = 0.0
     kl_kind: Annotated[Literal["k1", "k2", "k3"], Field(description="estimator of the KL term")] = "k3"
     micro_batch_groups: Annotated[int, Field(gt=0, description="bounds memory; never changes the result")] = 4
+    activation_checkpointing: Annotated[
+        bool, Field(description="keep only the blocks' borders for the backward: less memory, the same bits, more time")
+    ] = False
     score_share: Annotated[
         float, Field(ge=0, le=1, description="share of the untrained samples that are scored for the gap")
     ] = 0.1

@@ -7,10 +7,12 @@ N = flat tokens (any mix of sequences), M = rows that need logits, V = vocabular
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zerogap.model.config import ModelConfig
 from zerogap.model.layers import Allocate, Attend, Block, Linear, default_allocate
@@ -29,6 +31,8 @@ class Decoder(nn.Module):
 
     cos_TF: Tensor
     sin_TF: Tensor
+    activation_checkpointing: bool = False
+    """A backward computes the inside of each block anew, not keeping it: the same bits, less memory, more time."""
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class Decoder(nn.Module):
         """Final-normed hidden states [N, C] of flat tokens."""
         rotation = Rotation.at(positions_N, self.cos_TF, self.sin_TF)
         h_NC, delta_NC = F.embedding(ids_N, self.embedding), None
+        keeps_all = not (self.activation_checkpointing and torch.is_grad_enabled())
         for block in self.blocks:
-            h_NC, delta_NC = block(h_NC, delta_NC, rotation, attend)
+            run = block if keeps_all else partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            h_NC, delta_NC = run(h_NC, delta_NC, rotation, attend)
         return add_rms_norm(h_NC, delta_NC, self.norm, self.config.rms_norm_eps)[1]
 
     def logits(self, hidden_MC: Tensor) -> Tensor:

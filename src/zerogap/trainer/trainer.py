@@ -65,6 +65,7 @@ class Trainer:
         reference: Decoder | None = None,
     ) -> None:
         self.decoder, self.settings = decoder, settings
+        decoder.activation_checkpointing = settings.activation_checkpointing
         self.num_steps, self.max_new_tokens, self.on_gap = num_steps, max_new_tokens, on_gap
         self.optimizer = MasterAdamW(decoder.named_parameters(), settings)
         self._parked = ParkedTensors()

@@ -80,6 +80,31 @@ def test_the_same_batch_gives_the_same_weights_bit_for_bit():
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_activation_checkpointing_changes_what_is_kept_and_no_bit():
+    decoder = tiny_decoder()
+    groups = make_groups(decoder)
+    kept, results = [], []
+    for on in (False, True):
+        trainer = Trainer(tiny_decoder(), TrainerSettings(activation_checkpointing=on), num_steps=9, max_new_tokens=16)
+        held = {}
+
+        def hold(tensor, held=held):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            loss = score(trainer.decoder, pack_groups([(g, g.samples) for g in groups]), 1.0).logprobs_M.sum()
+        kept.append(sum(held.values()))
+        loss.backward()
+        gradients = [p.grad.clone() for p in trainer.decoder.parameters()]
+        trainer.optimizer.drop_gradients()
+        stats = trainer.train_step(make_batch(0, 1.0, groups, "group_norm"))
+        assert stats.metrics[metrics.GAP_MAX] == 0.0
+        results.append([*gradients, *trainer.hf_tensors().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < 0.6 * kept[0]
+
+
 def test_a_step_raises_the_logprob_of_what_was_rewarded():
     decoder = tiny_decoder()
     groups = make_groups(decoder)
