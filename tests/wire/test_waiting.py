@@ -247,16 +247,19 @@ async def test_an_engine_that_may_not_work_is_healthy_however_long_it_holds_requ
         assert (await waiting).status_code == 200
 
 
-@pytest.mark.parametrize("engine", [{"step_seconds": 0.05}], indirect=True)
 async def test_a_probe_that_is_caught_by_a_pause_finds_no_fault(engine, monkeypatch):
     """E2: a router that asks while a refit begins must not give the engine up."""
+    core, submit = engine.core, engine.core.submit
+
+    def pause_then_submit(*request: Any) -> None:
+        core.control("pause_generation", mode="in_place").result(5)
+        submit(*request)
+
     monkeypatch.setattr("zerogap.engine.info.HEALTH_GENERATE_SECONDS", 0.2)
-    probe = asyncio.create_task(engine.http.get("/health_generate"))
-    await until(lambda: engine.core.live)
-    await engine.client.pause_generation("in_place")
-    response = await probe
+    monkeypatch.setattr(core, "submit", pause_then_submit)
+    response = await engine.http.get("/health_generate")
     assert response.status_code == 200 and response.json()["state"] == "paused"
-    await until(lambda: not engine.core.live)
+    await until(lambda: not core.live)
 
 
 @pytest.mark.parametrize("given", ["-1", "x", "inf", "nan"])
