@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from zerogap.client.fleet import EngineFleet
 from zerogap.client.health import wait_healthy, watch
 from zerogap.client.http import Deadlines, EngineClient
+from zerogap.client.members import Warn, log_warning
 from zerogap.config.schema import RunConfig
 from zerogap.engine.gpu_memory import preload_environment
 from zerogap.engine.inside import InsideEngine
-from zerogap.errors import ConfigError, EngineUnreachable
+from zerogap.errors import ConfigError, EngineUnreachable, ZerogapError
 from zerogap.model.decoder import Decoder
 from zerogap.supervise.processes import ChildProcess
 from zerogap.trainer.senders import delta_folder
@@ -39,20 +41,25 @@ class Engines:
             argv = [*_command(config, model_folder, name), "--allow-path", str(delta_folder(config, folder).parent)]
             env = preload_environment() if config.model.device == "cuda" else {}
             self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log", env=env))
-        self._attached: list[EngineClient] = []
+        self._fleet: EngineFleet | None = None
+        self._clients: list[EngineClient] = []
 
     @asynccontextmanager
-    async def connect(self, decoder: Decoder | None = None) -> AsyncIterator[RolloutEngine]:
-        """All of them as one engine. Raises EngineUnreachable, by name, for the first that is not there in time.
+    async def connect(
+        self, decoder: Decoder | None = None, *, warn: Warn | None = None
+    ) -> AsyncIterator[RolloutEngine]:
+        """All of them as one engine. Raises EngineUnreachable, by name, for the first that does not start in time, or
+        if of those that are attached none is there.
 
-        `decoder` is the trainer's: in mode shared the engine is made here and uses its weights.
+        `decoder` is the trainer's: in mode shared the engine is made here and uses its weights. `warn` is told of every
+        engine that goes or comes while others are left.
         """
         settings = self._settings
         deadlines = Deadlines(
             call_seconds=settings.call_deadline_seconds, generate_seconds=settings.rollout_deadline_seconds
         )
         async with AsyncExitStack() as stack:
-            clients = []
+            clients, absent = self._clients, {}
             for child in self.children:
                 ready = await child.wait_ready(settings.startup_deadline_seconds)
                 client = EngineClient(ready["url"], name=child.name, deadlines=deadlines)
@@ -66,24 +73,49 @@ class Engines:
                 clients.append(await stack.enter_async_context(client))
             for url in settings.urls:
                 made = EngineClient(url, name=url, deadlines=deadlines, api_key=self._key)
-                client = await stack.enter_async_context(made)
-                await wait_healthy(client, deadline_seconds=settings.startup_deadline_seconds)
-                self._attached.append(client)
-            clients += self._attached
-            yield clients[0] if len(clients) == 1 else EngineFleet(clients)
+                clients.append(await stack.enter_async_context(made))
+            if settings.urls:
+                absent = await _wait_for_one(clients, settings.startup_deadline_seconds)
+            if len(clients) == 1:
+                yield clients[0]
+                return
+            self._warn = warn or log_warning
+            self._fleet = EngineFleet(clients, absent=absent, may_return=bool(settings.urls), warn=warn)
+            yield self._fleet
 
     async def wait_death(self) -> EngineUnreachable:
-        """The error that explains the end of the first engine that ends."""
-        ends = [asyncio.ensure_future(child.wait_death()) for child in self.children]
-        ends += [asyncio.ensure_future(_silence(client)) for client in self._attached]
+        """The error that explains why no engine is left. Of several the others go on when one ends."""
+        if self._fleet is not None:
+            return await self._wait_end(self._fleet)
         if self._inside is not None:
-            ends.append(asyncio.ensure_future(self._inside.wait_death()))
+            return await self._inside.wait_death()
+        return await (self.children[0].wait_death() if self.children else _silence(self._clients[0]))
+
+    async def _wait_end(self, fleet: EngineFleet) -> EngineUnreachable:
+        end = asyncio.ensure_future(fleet.wait_end())
+        watches = [asyncio.ensure_future(self._watch(fleet, number)) for number in range(len(self._clients))]
+        # Of a process the death itself says more than the broken connection that ended the fleet.
+        when = asyncio.ALL_COMPLETED if self.children else asyncio.FIRST_COMPLETED
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return next(end.result() for end in ends if end.done())
+            done, _ = await asyncio.wait({end, *watches}, return_when=when)
+            for watch in done:
+                watch.result()
+            return fleet.end()
         finally:
-            for end in ends:
-                end.cancel()
+            for task in (end, *watches):
+                task.cancel()
+
+    async def _watch(self, fleet: EngineFleet, number: int) -> None:
+        """Tells the fleet of the engine's end. One that somebody else keeps may be there again later."""
+        client = self._clients[number]
+        if self.children:
+            error = await self.children[number].wait_death()
+            self._warn(error.what, "the others generate its share; the run ends when none is left")
+            fleet.evict(client, error)
+            return
+        while True:
+            fleet.evict(client, await _silence(client))
+            await wait_healthy(client, deadline_seconds=math.inf, interval_seconds=1.0)
 
     def stop(self, deadline_seconds: float) -> None:
         """Ends what was started here. An attached engine is its owner's."""
@@ -100,6 +132,21 @@ def _key(variable: str | None) -> str | None:
             remedy=f"export {variable}=KEY with the engines' key, the admin key where they have one",
         )
     return os.environ[variable]
+
+
+async def _wait_for_one(clients: Sequence[EngineClient], deadline_seconds: float) -> dict[int, ZerogapError]:
+    """Waits for all of them at once; who was not there in time, and why. Raises the first error if none was."""
+    waits = (wait_healthy(client, deadline_seconds=deadline_seconds) for client in clients)
+    outcomes = await asyncio.gather(*waits, return_exceptions=True)
+    absent: dict[int, ZerogapError] = {}
+    for place, outcome in enumerate(outcomes):
+        if isinstance(outcome, EngineUnreachable):
+            absent[place] = EngineUnreachable(f"{clients[place].name}: {outcome.what}", remedy=outcome.remedy)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    if len(absent) == len(clients):
+        raise absent[0]
+    return absent
 
 
 async def _silence(client: EngineClient) -> EngineUnreachable:

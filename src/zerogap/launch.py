@@ -111,7 +111,7 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         certificate = _checked(trainer.decoder.certificate, config, recorder)
         if (slow := slow_choice(config)) is not None:
             recorder.warning(slow, "set refit.mode to broadcast_packed, or to ipc")
-        engine = await stack.enter_async_context(engines.connect(trainer.decoder))
+        engine = await stack.enter_async_context(engines.connect(trainer.decoder, warn=recorder.warning))
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(
             config=config,

@@ -28,7 +28,7 @@ class EngineProcess:
     """Client side; implements the verbs of RolloutEngine that a refit uses."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+        self.process, self.name = process, f"engine-{process.pid}"
 
     @classmethod
     async def start(cls, *, seed: int = 0, kill_at: str = "") -> EngineProcess:

@@ -1,62 +1,83 @@
 """The only place where several engines act as one: control calls go to all of them, prompts to the least loaded.
 
-An engine whose connection breaks is evicted: the log names it, its prompts are generated again by the others (a seed
-gives the same tokens everywhere), and it gets no further call. An engine that only fails to answer in time, or refuses,
-is an error of the call. No prompt goes to an engine that missed the last weight version.
+An engine whose connection breaks is evicted: a warning names it, its prompts are generated again by the others (a seed
+gives the same tokens everywhere), and it gets no further call until a refit finds it again (`members.py`). An engine
+that only fails to answer in time, or refuses, is an error of the call. No prompt goes to an engine that missed the last
+weight version.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from zerogap.client.members import COMPARED, Member, Members, Warn
 from zerogap.client.spread import Group, PromptKey, in_order, part_of, prompt_groups
-from zerogap.errors import ConfigError, EngineUnreachable, ProtocolMismatch, StaleWeights, ZerogapError
+from zerogap.errors import EngineUnreachable, ProtocolMismatch, StaleWeights, ZerogapError
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, RolloutEngine, ServerInfo, TagBytes
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
 from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    engine: RolloutEngine
-    place: int
-    weight_version: int = 0
-    num_outstanding: int = 0
-    eviction: ZerogapError | None = None
 
 
 @dataclass(slots=True)
 class _Home:
     """Where a prompt is being generated, by how many calls."""
 
-    member: _Member
+    member: Member
     num_calls: int = 0
 
 
 class EngineFleet:
     """Engines that hold the same weights; implements RolloutEngine. Samples of one prompt stay on one engine."""
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
-        if not engines:
-            raise ConfigError("a fleet needs at least one engine", remedy="give engine.urls, or leave it empty")
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        absent: Mapping[int, ZerogapError] | None = None,
+        may_return: bool = False,
+        warn: Warn | None = None,
+    ) -> None:
+        """`absent`: the places of `engines` that nobody has met yet, and why. `may_return`: one that was lost, or is
+        absent, is looked for before each refit. `warn` is told who goes and who comes; without it, the log is.
+        """
         self.engines = tuple(engines)
-        self._members = [_Member(engine, place) for place, engine in enumerate(engines)]
+        self._members = Members(engines, absent or {}, may_return=may_return, warn=warn)
         self._homes: dict[PromptKey, _Home] = {}
-        self._committed = 0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(engine.name for engine in self.engines)
 
     @property
     def evictions(self) -> list[ZerogapError]:
         """Why engines were evicted; each names its engine."""
-        return [member.eviction for member in self._members if member.eviction is not None]
+        return self._members.evictions
+
+    def evict(self, engine: RolloutEngine, error: ZerogapError) -> None:
+        """For who watches the engine: it is gone, and its open calls end."""
+        self._members.lose(self._member(engine), error)
+
+    async def wait_end(self) -> None:
+        """Returns when no engine is left."""
+        await self._members.wait_end()
+
+    def end(self) -> EngineUnreachable:
+        """The error of a fleet in which none is left: it names them all, with the last that is known of each."""
+        return self._members.end()
+
+    async def take_back(self) -> None:
+        """Called when a refit begins: engines that are there again are part of it."""
+        await self._members.take_back()
+
+    def _member(self, engine: RolloutEngine) -> Member:
+        return next(member for member in self._members.all if member.engine is engine)
 
     # --- generation
 
@@ -75,16 +96,16 @@ class EngineFleet:
 
     async def _part(
         self,
-        member: _Member,
+        member: Member,
         body: GenerateBody,
         groups: Sequence[Group],
         deadline_seconds: float | None,
     ) -> list[tuple[list[int], list[GenerateReply]]]:
         places = sorted(place for _, group in groups for place in group)
-        committed = self._committed
+        committed = self._members.committed
         fault: ZerogapError | None
         try:
-            replies = await member.engine.generate(part_of(body, places), deadline_seconds=deadline_seconds)
+            replies = await member.ask(member.engine.generate(part_of(body, places), deadline_seconds=deadline_seconds))
         except EngineUnreachable as error:
             if not _is_death(error):
                 raise
@@ -93,11 +114,11 @@ class EngineFleet:
             fault = _stale(replies, committed, member)
             if fault is None:
                 return [(places, replies)]
-        self._evict(member, fault)
+        self._members.lose(member, fault)
         return await self._generate(body, groups, deadline_seconds)
 
     @contextmanager
-    def _assigned(self, groups: Sequence[Group]) -> Iterator[list[tuple[_Member, list[Group]]]]:
+    def _assigned(self, groups: Sequence[Group]) -> Iterator[list[tuple[Member, list[Group]]]]:
         """Each group with its engine: the one that is generating the prompt already, else the least loaded."""
         parts: dict[int, list[Group]] = {}
         held: list[tuple[PromptKey, _Home, int]] = []
@@ -108,7 +129,7 @@ class EngineFleet:
                 home.member.num_outstanding += len(places)
                 held.append((prompt, home, len(places)))
                 parts.setdefault(home.member.place, []).append((prompt, places))
-            yield [(self._members[place], part) for place, part in parts.items()]
+            yield [(self._members.all[place], part) for place, part in parts.items()]
         finally:
             for prompt, home, load in held:
                 home.num_calls -= 1
@@ -117,24 +138,12 @@ class EngineFleet:
                     del self._homes[prompt]
 
     def _home(self, prompt: PromptKey) -> _Home:
-        usable = self._usable()
+        usable = self._members.usable()
         home = self._homes.get(prompt)
         if home is None or home.member not in usable:
             home = _Home(min(usable, key=lambda member: member.num_outstanding))
             self._homes[prompt] = home
         return home
-
-    def _usable(self) -> list[_Member]:
-        """Who may generate."""
-        live = self._live()
-        usable = [member for member in live if member.weight_version >= self._committed]
-        if not usable:
-            versions = [member.weight_version for member in live]
-            raise StaleWeights(
-                f"no engine has weight version {self._committed}: they have {versions}",
-                remedy="refit the engines; the last refit did not reach them",
-            )
-        return usable
 
     # --- all engines
 
@@ -145,11 +154,13 @@ class EngineFleet:
     async def server_info(self) -> ServerInfo:
         """Of the first engine, once all agree on what a refit depends on. Raises ProtocolMismatch."""
         infos = await self._all(lambda e: e.server_info())
-        for field in ("manifest_digest", "fingerprint", "weight_version", "communication"):
-            values = {info.engine: getattr(info, field) for info in infos}
-            if any(value != getattr(infos[0], field) for value in values.values()):
+        joining = any(member.joining for member in self._members.live())
+        for field in COMPARED if joining else (*COMPARED, "weight_version"):
+            values = [getattr(info, field) for info in infos]
+            if any(value != values[0] for value in values):
+                named = [f"{m.engine.name}: {value}" for m, value in zip(self._members.live(), values, strict=True)]
                 raise ProtocolMismatch(
-                    f"the engines differ in {field}: {values}",
+                    f"the engines differ in {field}: {', '.join(named)}",
                     remedy="start all engines with one model, one dtype, one thread count, and refit them together",
                 )
         return infos[0]
@@ -183,11 +194,11 @@ class EngineFleet:
 
     @property
     def num_ranks(self) -> int:
-        return sum(member.engine.num_ranks for member in self._live())
+        return sum(member.engine.num_ranks for member in self._members.live())
 
     async def init_weights_update_group(self, group: UpdateGroup, *, rank_offset: int) -> None:
         """Each engine's ranks follow those of the engine before it."""
-        engines = [member.engine for member in self._live()]
+        engines = [member.engine for member in self._members.live()]
         first = dict(zip(engines, accumulate((e.num_ranks for e in engines), initial=rank_offset), strict=False))
         await self._all(lambda e: e.init_weights_update_group(group, rank_offset=first[e]))
 
@@ -211,7 +222,7 @@ class EngineFleet:
         await self._commit(version, lambda e: e.update_weight_version(version))
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        return await self._usable()[0].engine.get_weights_by_name(name, truncate_size)
+        return await self._members.usable()[0].engine.get_weights_by_name(name, truncate_size)
 
     async def weights_checker(self, action: CheckerAction) -> dict[str, Any]:
         """The first engine's reply, with the ranks of all."""
@@ -219,52 +230,33 @@ class EngineFleet:
         ranks = [rank for reply in replies for rank in reply.get("ranks", ())]
         return {**replies[0], "ranks": ranks} if ranks else replies[0]
 
-    async def _commit(self, version: int, call: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+    async def _commit(self, version: int, call: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
         """From the call on, who does not have the version gets no prompt."""
-        self._committed = version
+        self._members.committed = version
 
         async def one(engine: RolloutEngine) -> None:
             await call(engine)
-            next(member for member in self._members if member.engine is engine).weight_version = version
+            self._members.served(self._member(engine), version)
 
         await self._all(one)
 
-    async def _all(self, call: Callable[[RolloutEngine], Awaitable[T]], *, evict: bool = True) -> list[T]:
+    async def _all(self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], *, evict: bool = True) -> list[T]:
         """The results of every engine; the first error, once all have answered, so that no call is left half-way."""
-        members = self._live()
-        results = await asyncio.gather(*(call(member.engine) for member in members), return_exceptions=True)
+        members = self._members.live()
+        results = await asyncio.gather(*(member.ask(call(member.engine)) for member in members), return_exceptions=True)
         good: list[T] = []
         errors: list[BaseException] = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, EngineUnreachable) and evict and _is_death(result):
-                self._evict(member, result)
+                self._members.lose(member, result)
             elif isinstance(result, BaseException):
                 errors.append(result)
             else:
                 good.append(result)
         if errors:
             raise errors[0]
-        self._live()
+        self._members.live()
         return good
-
-    # --- who is left
-
-    def _live(self) -> list[_Member]:
-        live = [member for member in self._members if member.eviction is None]
-        if not live:
-            reasons = self.evictions
-            raise EngineUnreachable(
-                f"all {len(reasons)} engines are gone: {'; '.join(error.what for error in reasons)}",
-                remedy=reasons[-1].remedy,
-                **reasons[-1].details,
-            ) from reasons[-1]
-        return live
-
-    def _evict(self, member: _Member, error: ZerogapError) -> None:
-        if member.eviction is None:
-            member.eviction = error
-            left = sum(one.eviction is None for one in self._members)
-            logger.error("an engine is evicted, %d of %d are left: %s", left, len(self._members), error)
 
 
 def _is_death(error: EngineUnreachable) -> bool:
@@ -272,13 +264,13 @@ def _is_death(error: EngineUnreachable) -> bool:
     return not isinstance(error.__cause__, TimeoutError)
 
 
-def _stale(replies: Sequence[GenerateReply], committed: int, member: _Member) -> StaleWeights | None:
+def _stale(replies: Sequence[GenerateReply], committed: int, member: Member) -> StaleWeights | None:
     """The fault of tokens whose weights were replaced before they were asked for."""
     for reply in replies:
         old = min(reply.weight_versions, default=committed)
         if old < committed:
             return StaleWeights(
-                f"engine {member.place} of the fleet sampled request {reply.rid} with weight version {old}, after "
+                f"{member.engine.name} sampled request {reply.rid} with weight version {old}, after "
                 f"version {committed} was committed",
                 remedy="it was started again, or lost a refit: see its log, and refit it before it is used",
             )

@@ -1,6 +1,7 @@
 """The only place that knows the order of a refit.
 
-    connect   compare manifest and fingerprint; nothing has moved, an error here leaves the engine as it was
+    connect   take back engines that were lost; compare manifest and fingerprint; nothing has moved, an error here
+              leaves the engine as it was
     prepare   what a mode can do while the engine generates (write and pull a delta)
     pause     no token may be sampled from half of the new weights          } left out where the engine is paused
     flush     keys and values of the old weights must not be found again    } and flushed already (colocated turns)
@@ -30,7 +31,7 @@ from torch import Tensor
 from zerogap.errors import ProtocolMismatch, TransferFailed, ZerogapError
 from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, differing_names, name_some
-from zerogap.weights.transfer import PreparesAhead, WeightSender
+from zerogap.weights.transfer import PreparesAhead, TakesBack, WeightSender
 from zerogap.wire.messages import PauseMode
 from zerogap.wire.tensors import TransferPlan
 
@@ -134,6 +135,8 @@ async def _run(
 ) -> RefitReport:
     stages.enter("connect")
     manifest = Manifest.of(tensors)
+    if isinstance(engine, TakesBack):
+        await engine.take_back()
     plan = await sender.connect(manifest, deadline_seconds=deadline_seconds)
     if isinstance(sender, PreparesAhead):
         stages.enter("prepare")

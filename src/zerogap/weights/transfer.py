@@ -54,6 +54,15 @@ class PreparesAhead(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesBack(Protocol):
+    """Several engines as one, of which some may have been lost and be there again."""
+
+    async def take_back(self) -> None:
+        """Called when a refit begins, before anything is compared; who is there again is part of it."""
+        ...
+
+
 class WeightReceiver(Protocol):
     """Engine side, one per engine rank. Per session: prepare, then receive each bucket, then finish; close whatever
     happens.

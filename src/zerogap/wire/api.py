@@ -119,6 +119,11 @@ class RolloutEngine(Protocol):
     """One engine, or several that act as one."""
 
     @property
+    def name(self) -> str:
+        """What errors and warnings call it."""
+        ...
+
+    @property
     def num_ranks(self) -> int:
         """How many processes hold weights, all engines together."""
         ...
