@@ -42,6 +42,8 @@ class Engines:
             env = preload_environment() if config.model.device == "cuda" else {}
             self.children.append(ChildProcess(name, argv, log_path=folder / f"{name}.log", env=env))
         self._fleet: EngineFleet | None = None
+        self.stock = False
+        """Whether the engines are SGLang's own. Known once they are connected."""
         self._clients: list[EngineClient] = []
 
     @asynccontextmanager
@@ -76,6 +78,7 @@ class Engines:
                 clients.append(await stack.enter_async_context(made))
             if settings.urls:
                 absent = await _wait_for_one(clients, settings.startup_deadline_seconds)
+                self.stock = await _one_kind([c for place, c in enumerate(clients) if place not in absent])
             if len(clients) == 1:
                 yield clients[0]
                 return
@@ -147,6 +150,15 @@ async def _wait_for_one(clients: Sequence[EngineClient], deadline_seconds: float
     if len(absent) == len(clients):
         raise absent[0]
     return absent
+
+
+async def _one_kind(clients: Sequence[EngineClient]) -> bool:
+    """Whether all are stock SGLang servers. Raises ConfigError if some are: a refit speaks one language."""
+    kinds = {client.name: await client.is_stock() for client in clients}
+    if len(set(kinds.values())) > 1:
+        named = ", ".join(f"{name} is {'SGLang' if stock else 'zerogap'}" for name, stock in kinds.items())
+        raise ConfigError(f"engine.urls: {named}", remedy="attach engines of one kind")
+    return all(kinds.values())
 
 
 async def _silence(client: EngineClient) -> EngineUnreachable:

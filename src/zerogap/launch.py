@@ -112,13 +112,16 @@ async def _train(config: RunConfig, model_folder: Path, data: Data, folder: Path
         if (slow := slow_choice(config)) is not None:
             recorder.warning(slow, "set refit.mode to broadcast_packed, or to ipc")
         engine = await stack.enter_async_context(engines.connect(trainer.decoder, warn=recorder.warning))
+        fingerprint = certificate.fingerprint if certificate.ok else None
+        if engines.stock:
+            _without_parity(config, recorder)
         reward = await stack.enter_async_context(open_reward(config.reward))
         loop = Loop(
             config=config,
             model_folder=model_folder,
             engine=engine,
             trainer=trainer,
-            sender=open_sender(config, engine, certificate.fingerprint if certificate.ok else None, run_folder=folder),
+            sender=open_sender(config, engine, fingerprint, run_folder=folder, stock=engines.stock),
             placement=_placement(config, engine, trainer),
             data=data,
             reward=reward,
@@ -189,6 +192,22 @@ def _checked(certificate: Certificate, config: RunConfig, recorder: Recorder) ->
             remedy="set numerics.on_gap='warn' to run without the parity contract",
         )
     return certificate
+
+
+def _without_parity(config: RunConfig, recorder: Recorder) -> None:
+    """A stock engine computes with numerics of its own. Raises ConfigError where the run may not go on so."""
+    urls = list(config.engine.urls)
+    if config.numerics.on_gap == "stop":
+        raise ConfigError(
+            f"engine.urls={urls} with numerics.on_gap='stop': a stock SGLang server's logprobs are not the trainer's",
+            remedy="set numerics.on_gap='warn' to train with the gap measured, or attach engines of `zerogap serve`",
+        )
+    recorder.warning(
+        f"engine.urls={urls} are stock SGLang servers: parity is not claimed, and a refit is proven by rows of some "
+        "weights, not by digests of all",
+        "attach engines of `zerogap serve` for both; start SGLang with --enable-deterministic-inference for runs that "
+        "can be repeated",
+    )
 
 
 def leave(code: int) -> NoReturn:

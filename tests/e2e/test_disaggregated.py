@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from e2e.conftest import final_weights, finish, run_folders, samples, steps_of, without_times
+from support.stock_sglang import StockSglang, stock_server
 
 from zerogap import metrics
 from zerogap.config.schema import EngineSettings
@@ -192,3 +194,31 @@ def test_engines_of_their_own_need_the_placement(start, option):
     output = finish(start(option, "engine.threads=0", "engine.num_kv_tokens=16384"), 2)
     assert option.split("=")[0] in output
     assert "placement.kind='colocated'" in output
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "broadcast_packed", "disk_delta"])
+async def test_a_run_with_stock_sglang_servers_gives_them_its_weights(start, tmp_path, tiny_model, mode):
+    doubles = [StockSglang(tiny_model, second=0.05) for _ in range(2)]
+    async with stock_server(doubles[0]) as one, stock_server(doubles[1]) as two:
+        process = start(
+            DISAGGREGATED, f"engine.urls={json.dumps([one, two])}", "engine.threads=0", "engine.num_kv_tokens=16384",
+            "numerics.on_gap=warn", f"refit.mode={mode}", "eval.num_prompts=0", steps=3,
+        )  # fmt: skip
+        await asyncio.to_thread(finish, process)
+        (folder,) = run_folders(tmp_path)
+        (warning,) = [what for what in warnings_of(folder) if "stock SGLang" in what]
+        assert one in warning and two in warning and "parity is not claimed" in warning
+        trained = final_weights(folder, 3)
+        for double in doubles:
+            assert double.version == "3"
+            assert all(torch.equal(double.scheduler.tensors[name], tensor) for name, tensor in trained.items())
+
+
+async def test_a_stock_server_without_leave_for_a_gap_ends_the_run_at_the_start(start, tiny_model):
+    async with stock_server(StockSglang(tiny_model)) as url:
+        process = start(
+            DISAGGREGATED, f'engine.urls=["{url}"]', "engine.threads=0", "engine.num_kv_tokens=16384",
+            "refit.mode=broadcast",
+        )  # fmt: skip
+        output = await asyncio.to_thread(finish, process, 1)
+    assert "numerics.on_gap='warn'" in output and url in output

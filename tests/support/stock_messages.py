@@ -47,6 +47,26 @@ class FromDisk(Update):
     model_path: str
 
 
+class Group(BaseModel):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class Leave(BaseModel):
+    group_name: str = "weight_update_group"
+
+
+class FromDistributed(Update):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+
+
 class Version(BaseModel):
     new_version: str
     abort_all_requests: bool = True

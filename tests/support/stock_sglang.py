@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from torch import Tensor
 
 from support.stock_messages import (
     SAMPLING_FIELDS,
@@ -27,7 +30,10 @@ from support.stock_messages import (
     ByName,
     Empty,
     FromDisk,
+    FromDistributed,
     FromTensor,
+    Group,
+    Leave,
     Memory,
     Pause,
     Refused,
@@ -39,6 +45,9 @@ from support.stock_messages import (
 )
 from support.stock_scheduler import CONTEXT, Running, Scheduler, logprob_of, token_after
 from zerogap.engine.server import bind
+from zerogap.errors import TransferFailed
+from zerogap.weights.groups import join
+from zerogap.wire.tensors import UpdateGroup
 
 FLUSH_EVERY = 50
 """Tokens after which the scheduler tells the HTTP process of a request that does not stream."""
@@ -67,6 +76,9 @@ class StockSglang:
         self.max_queued_requests = max_queued_requests
         self.version, self.status, self.death = "default", "Up", None
         self.live: dict[str, Running] = {}
+        self.groups: dict[str, Any] = {}
+        self.dies_of = ""
+        """The last name of the bucket whose announcement ends the server."""
         self.paused, self.gate = False, asyncio.Condition()
         self.num_readers, self.num_writers, self.lock = 0, 0, asyncio.Condition()
         self.calls: list[tuple[str, Any]] = []
@@ -279,6 +291,58 @@ class StockSglang:
             )
         return await self._update(body, lambda: None)
 
+    async def init_weights_update_group(self, body: Group) -> JSONResponse:
+        spec = UpdateGroup(**body.model_dump(exclude={"rank_offset"}))
+        try:
+            self.groups[body.group_name] = await asyncio.to_thread(join, spec, body.rank_offset, deadline_seconds=10.0)
+        except TransferFailed as error:
+            return verdict(False, f"Failed to initialize custom process group: {error.what}.")
+        return verdict(True, "Succeeded to initialize custom process group.")
+
+    async def destroy_weights_update_group(self, body: Leave) -> JSONResponse:
+        group = self.groups.pop(body.group_name, None)
+        if group is None:
+            return verdict(False, "The group to be destroyed does not exist.")
+        group.close()
+        return verdict(True, "Succeeded to destroy custom process group.")
+
+    async def update_weights_from_distributed(self, body: FromDistributed) -> JSONResponse:
+        self.calls.append(("update_weights_from_distributed", body.model_dump()))
+        if not self.scheduler.session_open:
+            return verdict(
+                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
+        if self.dies_of == body.names[-1]:
+            self.death = "SIGKILL"
+            self.groups[body.group_name].close()
+            self.kill()
+        try:
+            tensors = await asyncio.to_thread(self._receive, body)
+        except TransferFailed as error:
+            return verdict(False, f"Failed to receive weights: {error.what}.")
+        for name, tensor in tensors.items():
+            if name in self.scheduler.tensors and self.scheduler.tensors[name].shape != tensor.shape:
+                return verdict(False, f"Failed to update parameter online: {name}. Please discard the whole weights.")
+        return await self._update(body, lambda: self.scheduler.give(tensors))
+
+    def _receive(self, body: FromDistributed) -> dict[str, Tensor]:
+        """As SGLang does: a broadcast per tensor, or one of all bytes, which are then viewed where they lie."""
+        group = self.groups[body.group_name]
+        dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body.shapes, dtypes, strict=True)]
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        flats = (
+            [whole] if body.load_format == "flattened_bucket" else [torch.empty(n, dtype=torch.uint8) for n in sizes]
+        )
+        group.start(flats, deadline_seconds=10.0)
+        for _ in flats:
+            group.wait_one()
+        parts = whole.split(sizes) if body.load_format == "flattened_bucket" else flats
+        return {
+            name: part.view(dtype).view(shape)
+            for name, part, dtype, shape in zip(body.names, parts, dtypes, body.shapes, strict=True)
+        }
+
     async def update_weights_from_disk(self, body: FromDisk) -> JSONResponse:
         self.calls.append(("update_weights_from_disk", body.model_dump()))
         if (body.load_format or self.load_format) == "dummy":
@@ -373,6 +437,9 @@ class StockSglang:
             "model_path": str(self.folder),
             "dtype": "float32",
             "weight_version": "default",
+            "dp_size": self.dp_size,
+            "pp_size": 1,
+            "tp_size": 1,
             "enable_memory_saver": self.memory_saver,
             "enable_deterministic_inference": self.deterministic,
             "internal_states": [{"weight_version": self.scheduler.version}],
@@ -389,6 +456,7 @@ class StockSglang:
                 ("GET POST", "flush_cache release_memory_occupation resume_memory_occupation get_weights_by_name"),
                 ("POST", "pause_generation continue_generation abort_request begin_weight_update end_weight_update"),
                 ("POST", "update_weights_from_tensor update_weights_from_disk update_weight_version"),
+                ("POST", "init_weights_update_group update_weights_from_distributed destroy_weights_update_group"),
             )
             for name in names.split()
         }

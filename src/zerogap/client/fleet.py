@@ -222,7 +222,13 @@ class EngineFleet:
         await self._commit(version, lambda e: e.update_weight_version(version))
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        return await self._members.usable()[0].engine.get_weights_by_name(name, truncate_size)
+        """Of the first engine, once all have told the same. Raises ProtocolMismatch."""
+        told = await self._all(lambda e: e.get_weights_by_name(name, truncate_size))
+        if any(one != told[0] for one in told):
+            raise ProtocolMismatch(
+                f"the engines {self.name} hold different values of {name}", remedy="refit them together"
+            )
+        return told[0]
 
     async def weights_checker(self, action: CheckerAction) -> dict[str, Any]:
         """The first engine's reply, with the ranks of all."""

@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from zerogap.wire import codec
 from zerogap.wire.api import GenerateBody, GenerateReply, MemoryReport, ServerInfo
 from zerogap.wire.messages import CheckerAction, MemoryTag, PauseMode
 from zerogap.wire.routes import BY_NAME, POST, Route
-from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferPlan, UpdateGroup
+from zerogap.wire.tensors import BucketHeader, RankEndpoint, TransferMode, TransferPlan, UpdateGroup
 
 _PAUSES_SECONDS = (0.1, 0.3)
 """Before each further attempt of a call that may be repeated; give or take a half, so that many callers spread out."""
@@ -63,6 +64,8 @@ class EngineClient:
         self.deadlines = deadlines or Deadlines()
         self._stock: bool | None = None
         self._held = False
+        self._num_ranks = 1
+        self._mode: TransferMode = "ipc"
         self._http = httpx.AsyncClient(
             base_url=_checked(self.base_url),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
@@ -167,7 +170,9 @@ class EngineClient:
         return await self._json("health", deadline_seconds=seconds, repeat=False)
 
     async def server_info(self) -> ServerInfo:
-        return codec.read_server_info(await self._json("server_info"), self.name)
+        info = codec.read_server_info(await self._json("server_info"), self.name)
+        self._num_ranks = 1 if "zerogap" in info.raw else stock.num_ranks(info.raw, f"{self.name} at {self.base_url}")
+        return info
 
     async def model_info(self) -> dict[str, Any]:
         return await self._json("model_info")
@@ -176,7 +181,7 @@ class EngineClient:
 
     async def release_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> MemoryReport:
         """A stock engine dies of a release while it is not idle, and is flushed first: that is refused then."""
-        if await self._is_stock():
+        if await self.is_stock():
             fault = stock.release_fault((await self.server_info()).raw, f"{self.name} at {self.base_url}")
             if fault is not None:
                 raise fault
@@ -192,10 +197,18 @@ class EngineClient:
 
     @property
     def num_ranks(self) -> int:
-        return 1
+        """As of the last server_info."""
+        return self._num_ranks
 
     async def begin_weight_update(self, plan: TransferPlan) -> None:
-        await self._update("begin_weight_update", {"selector": "all", "plan": plan.model_dump(mode="json")})
+        """At a stock engine this ends a session that broke first: it knows no other way out of one."""
+        self._mode = plan.mode
+        if not await self.is_stock():
+            await self._update("begin_weight_update", {"selector": "all", "plan": plan.model_dump(mode="json")})
+        elif plan.mode != "disk_delta":  # a checkpoint is read outside of a session
+            with suppress(EngineStateError):
+                await self._update("end_weight_update", {})
+            await self._update("begin_weight_update", {"selector": "all"})
 
     async def pull_weights(self, source_dir: str, target_version: int) -> None:
         body = {"local_checkpoint_dir": "", "source_dir": source_dir, "target_version": target_version}
@@ -209,7 +222,10 @@ class EngineClient:
         await self._call("init_weights_update_group", group.model_dump(mode="json") | {"rank_offset": rank_offset})
 
     async def update_weights_from_distributed(self, header: BucketHeader) -> None:
-        await self._update("update_weights_from_distributed", codec.distributed_body(header))
+        body = codec.distributed_body(header)
+        if self._stock:
+            body = stock.distributed_body(body, flattened=self._mode == "broadcast_packed")
+        await self._update("update_weights_from_distributed", body)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
         await self._call("destroy_weights_update_group", {"group_name": group_name})
@@ -231,7 +247,8 @@ class EngineClient:
         )
 
     async def end_weight_update(self) -> None:
-        await self._update("end_weight_update", {})
+        if not (self._stock and self._mode == "disk_delta"):
+            await self._update("end_weight_update", {})
 
     async def _update(self, name: str, body: Mapping[str, Any]) -> None:
         await self._call(name, body, deadline_seconds=self.deadlines.update_seconds)
@@ -247,7 +264,8 @@ class EngineClient:
 
     # --- which engine
 
-    async def _is_stock(self) -> bool:
+    async def is_stock(self) -> bool:
+        """Whether it is a stock SGLang server. Asked once."""
         if self._stock is None:
             await self._identify()
         return bool(self._stock)
@@ -263,7 +281,7 @@ class EngineClient:
     async def _check(self, body: GenerateBody) -> None:
         """Asks which engine it is only for a request that not every engine understands."""
         fault = stock.request_fault(body, f"{self.name} at {self.base_url}")
-        if fault is not None and await self._is_stock():
+        if fault is not None and await self.is_stock():
             raise fault
 
     # --- one call

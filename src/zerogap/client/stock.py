@@ -35,3 +35,21 @@ def release_fault(server_info: Mapping[str, Any], where: str) -> MemoryReleaseEr
         f"{where}: a stock SGLang server without its memory saver says that it released memory, and frees none",
         remedy="start it with --enable-memory-saver",
     )
+
+
+def num_ranks(server_info: Mapping[str, Any], where: str) -> int:
+    """How many ranks of the server receive weights. Raises ConfigError for a layout that cannot be updated."""
+    for name in ("dp_size", "pp_size"):
+        if server_info.get(name, 1) != 1:
+            raise ConfigError(
+                f"{where}: a stock SGLang server with {name}={server_info[name]} dies of a weight update, or takes "
+                "a part of it",
+                remedy=f"start it with {name} 1, and several servers instead",
+            )
+    return server_info.get("tp_size", 1)
+
+
+def distributed_body(ours: Mapping[str, Any], *, flattened: bool) -> dict[str, Any]:
+    """Of `/update_weights_from_distributed`, without what only our engine reads. `flattened`: all bytes in one go."""
+    kept = {name: value for name, value in ours.items() if name != "bucket"}
+    return kept | {"load_format": "flattened_bucket" if flattened else None}

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from zerogap.config.rules import LOOPBACK
 from zerogap.config.schema import RunConfig
+from zerogap.errors import ConfigError
 from zerogap.weights.groups import own_address
 from zerogap.weights.modes.broadcast import BroadcastSender
 from zerogap.weights.modes.broadcast_packed import PackedSender
@@ -17,6 +18,7 @@ from zerogap.weights.modes.disk_delta import DiskDeltaSender
 from zerogap.weights.modes.ipc import IpcSender
 from zerogap.weights.modes.p2p import P2pSender
 from zerogap.weights.modes.shared import SharedSender
+from zerogap.weights.modes.stock import StockBroadcastSender, StockCheckpointSender, StockPackedSender
 from zerogap.weights.transfer import WeightSender
 from zerogap.wire.api import RolloutEngine
 from zerogap.wire.tensors import TransferMode
@@ -24,12 +26,24 @@ from zerogap.wire.tensors import TransferMode
 Make = Callable[..., WeightSender]
 
 
-def open_sender(config: RunConfig, engine: RolloutEngine, fingerprint: str | None, *, run_folder: Path) -> WeightSender:
-    """`fingerprint` is the trainer's numerics certificate, or None to claim no parity."""
-    make = SENDERS[config.refit.mode](config)
-    if config.refit.mode == "disk_delta":
-        keep = {"snapshot_every": config.refit.snapshot_every, "keep": config.refit.keep}
-        make = partial(make, folder=delta_folder(config, run_folder), run=run_folder.name, **keep)
+def open_sender(
+    config: RunConfig, engine: RolloutEngine, fingerprint: str | None, *, run_folder: Path, stock: bool = False
+) -> WeightSender:
+    """`fingerprint` is the trainer's numerics certificate, or None to claim no parity; `stock`: the engines are
+    SGLang's own. Raises ConfigError for a mode that those cannot receive in.
+    """
+    mode = config.refit.mode
+    senders = STOCK_SENDERS if stock else SENDERS
+    if mode not in senders:
+        raise ConfigError(
+            f"refit.mode={mode!r} with engine.urls={list(config.engine.urls)}: SGLang does not receive so",
+            remedy=f"set refit.mode to one of {', '.join(STOCK_SENDERS)}, or attach engines of `zerogap serve`",
+        )
+    make = senders[mode](config)
+    if mode == "disk_delta":
+        make = partial(make, folder=delta_folder(config, run_folder), run=run_folder.name, keep=config.refit.keep)
+    if mode == "disk_delta" and not stock:
+        make = partial(make, snapshot_every=config.refit.snapshot_every)
     return make(engine, fingerprint=fingerprint, max_bucket_bytes=config.refit.max_bucket_bytes)
 
 
@@ -70,4 +84,9 @@ SENDERS: Mapping[TransferMode, Callable[[RunConfig], Any]] = {
     "ipc": partial(_plain, IpcSender),
     "p2p": partial(_plain, P2pSender),
     "shared": partial(_plain, SharedSender),
+}
+STOCK_SENDERS: Mapping[TransferMode, Callable[[RunConfig], Any]] = {
+    "broadcast": partial(_in_group, StockBroadcastSender),
+    "broadcast_packed": partial(_in_group, StockPackedSender),
+    "disk_delta": partial(_plain, StockCheckpointSender),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerogap.config.schema import MAX_BUCKET_BYTES
 from zerogap.threads import in_daemon_thread
 from zerogap.weights.bucket import Bucket
-from zerogap.weights.handshake import agree
+from zerogap.weights.handshake import agree, new_plan
 from zerogap.weights.manifest import Manifest, copy_bytes, dtype_name, spec_bytes, tensor_digests
 from zerogap.wire.tensors import ALIGNMENT_BYTES, BucketHeader, TensorEntry, TransferMode, TransferPlan
 
@@ -65,6 +65,9 @@ class BucketSender(ABC, Generic[Room]):
     def _close_room(self, room: Room) -> None:
         """Gives back what else holds the room. The memory itself is dropped by the caller."""
 
+    async def _agree(self, manifest: Manifest) -> None:
+        await agree(self._engine, manifest, fingerprint=self._fingerprint, settings=self.settings)
+
     async def _deliver(self, header: BucketHeader, parts: Sequence[Tensor]) -> None:
         """Announces the bucket and returns once every engine rank has loaded it."""
         await self._engine.update_weights_from_tensor(header)
@@ -72,14 +75,13 @@ class BucketSender(ABC, Generic[Room]):
     async def connect(self, manifest: Manifest, *, deadline_seconds: float) -> TransferPlan:
         """Asks the engine who it is and refuses another manifest, fingerprint or setting, before anything moves."""
         self._give_up = time.monotonic() + deadline_seconds
-        plan = await agree(
-            self._engine,
+        await self._agree(manifest)
+        plan = new_plan(
             manifest,
             mode=self.mode,
             fingerprint=self._fingerprint,
             max_bucket_bytes=self.max_bucket_bytes,
             deadline_seconds=deadline_seconds,
-            settings=self.settings,
         )
         self._session_id, self.wire_bytes = plan.session_id, 0
         everything = manifest.num_bytes + ALIGNMENT_BYTES * len(manifest.specs)

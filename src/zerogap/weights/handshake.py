@@ -46,16 +46,9 @@ def communication_settings() -> dict[str, str]:
 
 
 async def agree(
-    engine: RolloutEngine,
-    manifest: Manifest,
-    *,
-    mode: TransferMode,
-    fingerprint: str | None,
-    max_bucket_bytes: int,
-    deadline_seconds: float,
-    settings: Sequence[str] = (),
-) -> TransferPlan:
-    """Asks the engine who it is and refuses another manifest or fingerprint. The plan of a new session.
+    engine: RolloutEngine, manifest: Manifest, *, fingerprint: str | None, settings: Sequence[str] = ()
+) -> None:
+    """Asks the engine who it is and refuses another manifest or fingerprint.
 
     `settings`: the environment variables that are compared too. Raises ManifestMismatch, naming names, ParityError or
     ConfigError; the engine is as it was.
@@ -71,6 +64,12 @@ async def agree(
         )
     if settings:
         _compare_settings(info.engine, info.communication, settings)
+
+
+def new_plan(
+    manifest: Manifest, *, mode: TransferMode, fingerprint: str | None, max_bucket_bytes: int, deadline_seconds: float
+) -> TransferPlan:
+    """The plan of a new session."""
     return TransferPlan(
         session_id=secrets.token_hex(8),
         mode=mode,

@@ -31,7 +31,7 @@ from torch import Tensor
 from zerogap.errors import ProtocolMismatch, TransferFailed, ZerogapError
 from zerogap.weights.bucket import buckets
 from zerogap.weights.manifest import Manifest, differing_names, name_some
-from zerogap.weights.transfer import PreparesAhead, TakesBack, WeightSender
+from zerogap.weights.transfer import PreparesAhead, ProvesItself, TakesBack, WeightSender
 from zerogap.wire.messages import PauseMode
 from zerogap.wire.tensors import TransferPlan
 
@@ -158,7 +158,10 @@ async def _run(
     stages.enter("end")
     await engine.end_weight_update()
     stages.enter("prove")
-    await _prove(engine, plan, sent)
+    if isinstance(sender, ProvesItself):
+        await sender.prove(tensors)
+    else:
+        await _prove(engine, plan, sent)
     stages.enter("version")
     await engine.update_weight_version(version)
     stages.enter("done")

@@ -55,6 +55,15 @@ class PreparesAhead(Protocol):
 
 
 @runtime_checkable
+class ProvesItself(Protocol):
+    """A sender to engines that cannot digest their weights in our words."""
+
+    async def prove(self, tensors: Mapping[str, Tensor]) -> None:
+        """Called after the end, instead of the digest check. Raises TransferFailed naming what is wrong."""
+        ...
+
+
+@runtime_checkable
 class TakesBack(Protocol):
     """Several engines as one, of which some may have been lost and be there again."""
 
