@@ -157,5 +157,5 @@ async def test_engines_of_two_kinds_are_refused_by_name(serve):
     served = await serve(2)
     assert await _one_kind(served.clients) is True
     served.clients[1]._stock = False
-    with pytest.raises(ConfigError, match="is SGLang, .* is zerogap"):
+    with pytest.raises(ConfigError, match=r"is SGLang, .* is zerogap"):
         await _one_kind(served.clients)

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from support.stock_messages import (
@@ -54,7 +55,7 @@ FLUSH_EVERY = 50
 
 
 class StockSglang:
-    """The HTTP process. `deterministic`: seeds count, and one that is not given is 42."""
+    """The HTTP process. `deterministic`: seeds count, and one that is not given is 42. `text`: it has its tokenizer."""
 
     def __init__(
         self,
@@ -68,12 +69,14 @@ class StockSglang:
         dp_size: int = 1,
         max_queued_requests: int | None = None,
         api_key: str | None = None,
+        text: bool = False,
     ) -> None:
         self.folder, self.model_path, self.served_model_name = folder, str(folder), str(folder)
         self.scheduler = Scheduler(folder, step_seconds)
         self.second, self.deterministic, self.memory_saver = second, deterministic, memory_saver
         self.load_format, self.dp_size, self.api_key = load_format, dp_size, api_key
         self.max_queued_requests = max_queued_requests
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if text else None
         self.version, self.status, self.death = "default", "Up", None
         self.live: dict[str, Running] = {}
         self.groups: dict[str, Any] = {}
@@ -180,7 +183,8 @@ class StockSglang:
             meta["weight_version"] = self.version
         if body.get("return_logprob"):
             meta |= self._logprobs(one, count, body)
-        return {"output_ids": one.ids[:count], "meta_info": meta}
+        text = {"text": self.tokenizer.decode(one.ids[:count])} if self.tokenizer else {}
+        return text | {"output_ids": one.ids[:count], "meta_info": meta}
 
     def _logprobs(self, one: Running, count: int, body: dict[str, Any]) -> dict[str, Any]:
         shown = one.ids[:count]
@@ -331,13 +335,12 @@ class StockSglang:
         dtypes = [getattr(torch, dtype) for dtype in body.dtypes]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body.shapes, dtypes, strict=True)]
         whole = torch.empty(sum(sizes), dtype=torch.uint8)
-        flats = (
-            [whole] if body.load_format == "flattened_bucket" else [torch.empty(n, dtype=torch.uint8) for n in sizes]
-        )
+        flattened = body.load_format == "flattened_bucket"
+        flats = [whole] if flattened else [torch.empty(size, dtype=torch.uint8) for size in sizes]
         group.start(flats, deadline_seconds=10.0)
         for _ in flats:
             group.wait_one()
-        parts = whole.split(sizes) if body.load_format == "flattened_bucket" else flats
+        parts = whole.split(sizes) if flattened else flats
         return {
             name: part.view(dtype).view(shape)
             for name, part, dtype, shape in zip(body.names, parts, dtypes, body.shapes, strict=True)
