@@ -43,8 +43,17 @@ def _logits(decoder: Decoder, w: dict[str, Tensor], ids: Tensor) -> Tensor:
             q, k = norm(q, w[f"{p}.attention.q_norm"]), norm(k, w[f"{p}.attention.k_norm"])
         q, k = rotate(q), rotate(k)
         k, v = (t.repeat_interleave(c.queries_per_kv, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True)
+        out = _attend(*(t.transpose(0, 1) for t in (q, k, v)), c.window_of(i), c.attn_logit_softcapping)
         h = h + F.linear(out.transpose(0, 1).reshape(len(ids), -1), w[f"{p}.attention.out.weight"])
         gate, up = F.linear(norm(h, w[f"{p}.mlp_norm"]), w[f"{p}.gate_up.weight"]).chunk(2, -1)
         h = h + F.linear(F.silu(gate) * up, w[f"{p}.down.weight"])
     return F.linear(norm(h, w["norm"]), w.get("head.weight", w["embedding"]))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, soft_cap: float | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    distance = torch.arange(len(q[0])).unsqueeze(1) - torch.arange(len(q[0]))
+    hidden = (distance < 0) | (distance >= (window or len(q[0])))
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v

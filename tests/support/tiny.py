@@ -32,6 +32,7 @@ TINY = ModelConfig(
 TINY_UNTIED = replace(TINY, tie_word_embeddings=False)
 TINY_QWEN2 = replace(TINY, model_type="qwen2", qkv_bias=True)
 TINY_QWEN3 = replace(TINY, model_type="qwen3", qk_norm=True)
+TINY_MISTRAL = replace(TINY_UNTIED, model_type="mistral")
 
 
 def tiny_decoder(config: ModelConfig = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:

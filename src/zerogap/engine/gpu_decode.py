@@ -126,7 +126,10 @@ class DecodeGraphs:
         def attend_cached(layer: int, projection: Projection) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
             q_NHD = projection.split_into(keys, values, slots)
-            return attend(q_NHD, keys, values, segments, scale).view(size, -1)
+            out_THD = attend(
+                q_NHD, keys, values, segments, scale, window=projection.window, soft_cap=projection.soft_cap
+            )
+            return out_THD.view(size, -1)
 
         hidden = decoder(self._ids[:size], self._positions[:size], attend_cached)
         tokens, logprobs = vocabulary.draw(

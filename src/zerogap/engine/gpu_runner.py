@@ -129,7 +129,10 @@ class GpuRunner:
         def attend_cached(layer: int, projection: Projection) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             q_NHD = projection.split_into(keys, values, slots_N)
-            return attend(q_NHD, keys, values, segments, scale).view(len(q_NHD), -1)
+            out_THD = attend(
+                q_NHD, keys, values, segments, scale, window=projection.window, soft_cap=projection.soft_cap
+            )
+            return out_THD.view(len(q_NHD), -1)
 
         return self.decoder(self._tensor(ids, torch.int64), self._tensor(positions, torch.int64), attend_cached)
 

@@ -1,15 +1,23 @@
-"""The only place that reads a Hugging Face `config.json`: what a decoder of the Llama and Qwen2/Qwen3 families is."""
+"""The only place that reads a Hugging Face `config.json`: what a decoder of the supported families is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerogap.errors import ConfigError
+from zerogap.model.windows import read_windows, refuse_inexpressible, windows_to_hf
+from zerogap.numerics.shape import AttentionShape
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+SUPPORTED_MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,22 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    windows: tuple[int | None, ...] = ()
+    """Per layer how many keys a query sees, itself included; None: all before it. Empty: no layer has a window."""
+    attn_logit_softcapping: float | None = None
+    """Attention scores become cap * tanh(score / cap)."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}",
                 remedy="check config.json of the model",
+            )
+        refuse_inexpressible(self.windows, self.model_type, self.num_layers)
+        if self.attn_logit_softcapping is not None and not 0 < self.attn_logit_softcapping < math.inf:
+            raise ConfigError(
+                f"attn_logit_softcapping {self.attn_logit_softcapping} is not a positive number",
+                remedy="check config.json of the model; null is no soft cap",
             )
 
     @property
@@ -73,8 +91,12 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def attention_shape(self) -> tuple[int, int, int]:
-        return self.num_heads, self.num_kv_heads, self.head_dim
+    def attention_shape(self) -> AttentionShape:
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionShape(*heads, self.windows, self.attn_logit_softcapping)
+
+    def window_of(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -92,8 +114,8 @@ class ModelConfig:
         """Reads the dictionary of a `config.json`. Raises ConfigError for what has no exact kernel."""
         model_type = str(hf.get("model_type"))
         _refuse_unsupported(hf, model_type)
-        attention_bias = bool(hf.get("attention_bias", False))
-        heads = int(hf["num_attention_heads"])
+        attention_bias = model_type != "mistral" and bool(hf.get("attention_bias", False))
+        heads, soft_cap = int(hf["num_attention_heads"]), hf.get("attn_logit_softcapping")
         eos = hf.get("eos_token_id")
         return cls(
             model_type=model_type,
@@ -109,12 +131,14 @@ class ModelConfig:
             qk_norm=model_type == "qwen3",
             qkv_bias=model_type == "qwen2" or attention_bias,
             o_bias=attention_bias and model_type != "qwen2",
-            mlp_bias=bool(hf.get("mlp_bias", False)),
+            mlp_bias=model_type != "mistral" and bool(hf.get("mlp_bias", False)),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             max_position_embeddings=int(hf.get("max_position_embeddings", 2048)),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             bos_token_id=hf.get("bos_token_id"),
             pad_token_id=hf.get("pad_token_id"),
+            windows=read_windows(hf, model_type),
+            attn_logit_softcapping=None if soft_cap is None else float(soft_cap),
         )
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
@@ -146,6 +170,8 @@ class ModelConfig:
             "dtype": dtype,
             "torch_dtype": dtype,
             "use_cache": True,
+            **windows_to_hf(self.windows, self.model_type),
+            **({} if self.attn_logit_softcapping is None else {"attn_logit_softcapping": self.attn_logit_softcapping}),
         }
 
 
@@ -158,12 +184,6 @@ def _refuse_unsupported(hf: Mapping[str, Any], model_type: str) -> None:
     if hf.get("hidden_act", "silu") != "silu":
         raise ConfigError(
             f"hidden_act {hf['hidden_act']!r} is not supported", remedy="use a checkpoint whose MLP is SwiGLU (silu)"
-        )
-    sliding = hf.get("use_sliding_window") or "sliding_attention" in (hf.get("layer_types") or ())
-    if sliding:
-        raise ConfigError(
-            "this checkpoint uses sliding-window attention, which is not supported yet",
-            remedy="set use_sliding_window to false if your sequences are shorter than the window",
         )
 
 

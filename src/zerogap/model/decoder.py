@@ -24,7 +24,7 @@ from zerogap.numerics.rope import rope_table
 
 
 class Decoder(nn.Module):
-    """A dense decoder of the Llama, Qwen2 or Qwen3 family. Parameters start as zeros; load or initialise them.
+    """A dense decoder of the Llama, Mistral, Qwen2 or Qwen3 family. Parameters start as zeros; load or initialise them.
 
     `allocate(shape, dtype=...)` provides the memory of every parameter (the engine passes its own regions).
     """

@@ -72,6 +72,8 @@ class Attention(nn.Module):
             rotation,
             (c.num_heads, c.num_kv_heads, c.head_dim),
             c.rms_norm_eps,
+            c.window_of(self.layer),
+            c.attn_logit_softcapping,
         )
         return self.out(attend(self.layer, projection))
 

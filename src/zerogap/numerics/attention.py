@@ -3,8 +3,9 @@
 Contract: the result for a query depends on its own keys and values only. Keys stand at their absolute position from
 key 0; scores of a row are one dot product each; the softmax runs over the whole row in fp32; probabilities meet values
 in blocks of KEY_BLOCK keys that are added in ascending order. Key extents are padded to PAD_KEYS with masked keys,
-which contribute exact zeros. Rows of a product are the queries that share a KV head, at least MIN_ROWS of them:
-below that a BLAS may use another kernel with another order.
+which contribute exact zeros, as do keys before a layer's window. A soft cap changes each score by itself. Rows of a
+product are the queries that share a KV head, at least MIN_ROWS of them: below that a BLAS may use another kernel with
+another order.
 
 S = segments (runs of tokens of one sequence), T = queries of a segment, L = padded keys, H = query heads, K = KV heads,
 G = query heads per KV head, D = head dimension, N = flat tokens, R = G * T rows.
@@ -20,23 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zerogap.numerics.elementwise import tanh
 from zerogap.numerics.heads import Projection
+from zerogap.numerics.masks import PAD_KEYS, Masks, padded_keys
 
 KEY_BLOCK = 128
-PAD_KEYS = 64
 MIN_ROWS = 4
 MIN_VALUE_COLUMNS = 32
-MASKED = float("-inf")
 
 
-def padded_keys(num_keys: int) -> int:
-    return -(-num_keys // PAD_KEYS) * PAD_KEYS
-
-
-def causal_mask(query_positions_ST: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [S, 1, T, L]: 0 where key position <= query position, -inf elsewhere."""
-    visible = torch.arange(num_keys) <= query_positions_ST.unsqueeze(-1)
-    return torch.where(visible, 0.0, MASKED).to(dtype).unsqueeze(1)
+def capped(scores_BRL: Tensor, soft_cap: float | None) -> Tensor:
+    """cap * tanh(scores / cap), computed in fp32, in the dtype of the scores; without a cap the scores themselves."""
+    if soft_cap is None:
+        return scores_BRL
+    flat = scores_BRL.reshape(-1, scores_BRL.shape[-1]).float()
+    return (tanh(flat / soft_cap) * soft_cap).to(scores_BRL.dtype).view(scores_BRL.shape)
 
 
 def probabilities(scores_BRL: Tensor, mask_BRL: Tensor) -> Tensor:
@@ -63,14 +62,17 @@ def at_least_min_rows(x_BRD: Tensor) -> Tensor:
     return x_BRD if missing <= 0 else torch.cat((x_BRD, x_BRD[:, -1:].expand(-1, missing, -1)), dim=1)
 
 
-def attend_rows(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor) -> Tensor:
+def attend_rows(
+    q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor, soft_cap: float | None = None
+) -> Tensor:
     """The attention core: o_BRD for B independent (segment, KV head) pairs. q is scaled, keys are transposed.
 
     The mask has one row per query, or a single row for all.
     """
     rows = q_BRD.shape[1]
     mask_BRL = mask_BRL if mask_BRL.shape[1] == 1 else at_least_min_rows(mask_BRL)
-    p_BRL = probabilities(torch.bmm(at_least_min_rows(q_BRD), keys_BDL), mask_BRL)
+    scores_BRL = capped(torch.bmm(at_least_min_rows(q_BRD), keys_BDL), soft_cap)
+    p_BRL = probabilities(scores_BRL, mask_BRL)
     return weigh_values(p_BRL, values_BLD)[:, :rows]
 
 
@@ -105,7 +107,7 @@ class _Segments:
 
     queries_ST: Tensor
     keys_SL: Tensor
-    mask_S1TL: Tensor
+    masks: Masks
     key_slots: Tensor
     key_tokens: Tensor
 
@@ -165,9 +167,9 @@ def _rectangle(part: Sequence[tuple[list[int], list[int]]], positions_N: Tensor)
         keys_SL[row, : len(keys)] = torch.tensor(keys)
     # A padded query sits at position 0: it sees one key and stays finite; its output is never read.
     query_positions = torch.cat((positions_N, positions_N.new_zeros(1)))[queries_ST]
-    mask = causal_mask(query_positions, num_keys, torch.float32)
     key_slots = (keys_SL.reshape(-1) < num_tokens).nonzero().squeeze(-1)
-    return _Segments(queries_ST, keys_SL, mask, key_slots, keys_SL.reshape(-1)[key_slots])
+    masks = Masks(query_positions, num_keys)
+    return _Segments(queries_ST, keys_SL, masks, key_slots, keys_SL.reshape(-1)[key_slots])
 
 
 def tree_attend(plan: TreePlan, scale: float) -> Any:
@@ -175,7 +177,7 @@ def tree_attend(plan: TreePlan, scale: float) -> Any:
 
     def attend(layer: int, projection: Projection) -> Tensor:
         del layer
-        return _TreeAttention.apply(*projection.split(), plan, scale)
+        return _TreeAttention.apply(*projection.split(), plan, scale, projection.window, projection.soft_cap)
 
     return attend
 
@@ -185,7 +187,9 @@ def _with_zero_row(x_NHD: Tensor) -> Tensor:
     return torch.cat((flat, flat.new_zeros(1, flat.shape[1])))
 
 
-def _gather(q: Tensor, k: Tensor, v: Tensor, seg: _Segments, heads: tuple[int, int, int]) -> tuple[Tensor, ...]:
+def _gather(
+    q: Tensor, k: Tensor, v: Tensor, seg: _Segments, heads: tuple[int, int, int], window: int | None
+) -> tuple[Tensor, ...]:
     """Rows of queries [B, R, D], transposed keys [B, D, L], values [B, L, D] and mask [B, R, L] of the segments."""
     H, K, D = heads
     S, T = seg.queries_ST.shape
@@ -194,24 +198,33 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, seg: _Segments, heads: tuple[int, i
     keys = seg.keys_SL.reshape(-1)
     keys_BDL = k.index_select(0, keys).view(S, L, K, D).permute(0, 2, 3, 1).contiguous().view(S * K, D, L)
     values_BLD = v.index_select(0, keys).view(S, L, K, D).transpose(1, 2).contiguous().view(S * K, L, D)
-    return q_BRD, keys_BDL, values_BLD, _row_mask(seg.mask_S1TL.to(q.dtype), K, H // K)
+    return q_BRD, keys_BDL, values_BLD, _row_mask(seg.masks.of(window).to(q.dtype), K, H // K)
 
 
 class _TreeAttention(torch.autograd.Function):
     """Canonical forward; the backward recomputes the probabilities segment by segment and stays deterministic."""
 
     @staticmethod
-    def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: TreePlan, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        plan: TreePlan,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
         heads = (q_NHD.shape[1], k_NKD.shape[1], q_NHD.shape[2])
         q, k, v = _with_zero_row(q_NHD * scale), _with_zero_row(k_NKD), _with_zero_row(v_NKD)
         outs = []
         for seg in plan.segments:
-            out_BRD = attend_rows(*_gather(q, k, v, seg, heads))
+            out_BRD = attend_rows(*_gather(q, k, v, seg, heads, window), soft_cap)
             S, T = seg.queries_ST.shape
             outs.append(_heads_of_rows(out_BRD, S, T).reshape(S * T, -1))
         out = torch.cat(outs).index_select(0, plan.output_slots_N)
         ctx.save_for_backward(q, k, v, out)
-        ctx.plan, ctx.scale, ctx.heads = plan, scale, heads
+        ctx.plan, ctx.scale, ctx.heads, ctx.window, ctx.soft_cap = plan, scale, heads, window, soft_cap
         return out
 
     @staticmethod
@@ -223,14 +236,18 @@ class _TreeAttention(torch.autograd.Function):
         dqs = []
         for seg in plan.segments:
             S, T = seg.queries_ST.shape
-            q_BRD, keys_BDL, values_BLD, mask_BRL = _gather(q, k, v, seg, (H, K, D))
+            q_BRD, keys_BDL, values_BLD, mask_BRL = _gather(q, k, v, seg, (H, K, D), ctx.window)
             flat = seg.queries_ST.reshape(-1)
             grad_BRD = _rows_of_kv_heads(grad.index_select(0, flat).view(S, T, H, D), K)
             out_BRD = _rows_of_kv_heads(out.index_select(0, flat).view(S, T, H, D), K)
-            p_BRL = probabilities(torch.bmm(q_BRD, keys_BDL), mask_BRL)
+            scores_BRL = capped(torch.bmm(q_BRD, keys_BDL), ctx.soft_cap)
+            slope_BRL = None if ctx.soft_cap is None else 1 - (scores_BRL / ctx.soft_cap).square()
+            p_BRL = probabilities(scores_BRL, mask_BRL)
             dv_BLD = torch.bmm(p_BRL.transpose(1, 2), grad_BRD)
             dp_BRL = torch.bmm(grad_BRD, values_BLD.transpose(1, 2))
             ds_BRL = p_BRL * (dp_BRL - (grad_BRD * out_BRD).sum(-1, keepdim=True))
+            if slope_BRL is not None:
+                ds_BRL *= slope_BRL
             dq_BRD = torch.bmm(ds_BRL, keys_BDL.transpose(1, 2))
             dk_BLD = torch.bmm(ds_BRL.transpose(1, 2), q_BRD)
             dqs.append(_heads_of_rows(dq_BRD, S, T).reshape(S * T, -1))
@@ -239,7 +256,7 @@ class _TreeAttention(torch.autograd.Function):
                 total.index_add_(0, seg.key_tokens, part.index_select(0, seg.key_slots))
         dq = torch.cat(dqs).index_select(0, plan.output_slots_N) * ctx.scale
         N = plan.num_tokens
-        return dq.view(N, H, D), dk[:N].view(N, K, D), dv[:N].view(N, K, D), None, None
+        return dq.view(N, H, D), dk[:N].view(N, K, D), dv[:N].view(N, K, D), None, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -290,7 +307,9 @@ class PagedKV:
         self.keys[layer][:, blocks_W, :, offsets_W] = k_NKD
         self.values[layer][:, blocks_W, offsets_W] = v_NKD.transpose(0, 1)
 
-    def attend(self, layer: int, tables_SJ: Tensor, q_BRD: Tensor, mask_BRL: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, tables_SJ: Tensor, q_BRD: Tensor, mask_BRL: Tensor, soft_cap: float | None = None
+    ) -> Tensor:
         """`attend_rows` over the blocks of the segments' tables; B = S * K."""
         S, J = tables_SJ.shape
         K, D, size = self.num_kv_heads, self.head_dim, self.block_size
@@ -302,14 +321,14 @@ class PagedKV:
         tiles, values_BLD = keys.view(-1, D, size), values.view(S * K, J * size, D)
         if q_BRD.shape[1] > D:
             keys_BDL = tiles.view(S * K, J, D, size).transpose(1, 2).reshape(S * K, D, J * size)
-            return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL)
+            return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL, soft_cap)
         # Few rows: multiply block by block and reorder the scores, which are smaller than the keys. Same dot products.
         rows = q_BRD.shape[1]
         q_BRD = at_least_min_rows(q_BRD)
         mask_BRL = mask_BRL if mask_BRL.shape[1] == 1 else at_least_min_rows(mask_BRL)
         repeated = q_BRD.unsqueeze(1).expand(-1, J, -1, -1).reshape(S * K * J, -1, D)
         scores = torch.bmm(repeated, tiles).view(S * K, J, -1, size)
-        scores_BRL = scores.transpose(1, 2).reshape(S * K, -1, J * size)
+        scores_BRL = capped(scores.transpose(1, 2).reshape(S * K, -1, J * size), soft_cap)
         return weigh_values(probabilities(scores_BRL, mask_BRL), values_BLD)[:, :rows]
 
 
@@ -320,7 +339,7 @@ class _PagedBatch:
     rows_N: Tensor
     num_queries: int
     tables_SJ: Tensor
-    mask_S1TL: Tensor
+    masks: Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +411,7 @@ def _paged_batch(
     tables = [(list(block_tables[i][:width]) + [0] * width)[:width] for i in batch]
     queries = torch.tensor([starts[i] for i in batch]).unsqueeze(1) + torch.arange(count)
     rows = torch.tensor([first_row[i] for i in batch]).unsqueeze(1) + torch.arange(count)
-    mask = causal_mask(queries, num_keys, torch.float32)
-    return _PagedBatch(rows.reshape(-1), count, torch.tensor(tables, dtype=torch.int64), mask)
+    return _PagedBatch(rows.reshape(-1), count, torch.tensor(tables, dtype=torch.int64), Masks(queries, num_keys))
 
 
 def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
@@ -409,8 +427,8 @@ def paged_attend(kv: PagedKV, layout: PagedLayout, scale: float) -> Any:
         for batch in layout.batches:
             S, T = batch.tables_SJ.shape[0], batch.num_queries
             q_BRD = _rows_of_kv_heads(q_NHD.index_select(0, batch.rows_N).view(S, T, H, D), K)
-            mask_BRL = _row_mask(batch.mask_S1TL.to(q_NHD.dtype), K, H // K)
-            out_BRD = kv.attend(layer, batch.tables_SJ, q_BRD, mask_BRL)
+            mask_BRL = _row_mask(batch.masks.of(projection.window).to(q_NHD.dtype), K, H // K)
+            out_BRD = kv.attend(layer, batch.tables_SJ, q_BRD, mask_BRL, projection.soft_cap)
             out_N[batch.rows_N] = _heads_of_rows(out_BRD, S, T).view(S * T, -1)
         return out_N
 

@@ -19,11 +19,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zerogap.numerics.attention import attend_rows, causal_mask, padded_keys
+from zerogap.numerics.attention import attend_rows
 from zerogap.numerics.elementwise import GRAIN
 from zerogap.numerics.logprob import full_logprobs
+from zerogap.numerics.masks import causal_mask, padded_keys
 from zerogap.numerics.matmul import DEFAULT_ROUTE, LinearRoute, pack, product
 from zerogap.numerics.norm import rms_norm, swiglu
+from zerogap.numerics.shape import AttentionShape
 
 PROBE_ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 64, 200)
 _MIN_ROWS = (1, 2, 4, 8, 16)
@@ -44,6 +46,7 @@ _PROBE_QUERIES = (
     (130, 64),
     (300, 20),
 )
+_LONGEST = 320
 
 Shape = tuple[int, int]
 
@@ -74,12 +77,12 @@ class Certificate:
 
 def certify(
     linear_shapes: Iterable[Shape],
-    attention_shape: tuple[int, int, int],
+    attention_shape: AttentionShape,
     vocab_size: int,
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Certificate:
-    """Probes one model's shapes; cached per process and thread count. `attention_shape`: (heads, kv heads, dim)."""
+    """Probes one model's shapes; cached per process and thread count."""
     if device is not None and device.type == "cuda":
         from zerogap.numerics.gpu.certify import certify_gpu  # noqa: PLC0415  Triton is there on a GPU only
 
@@ -90,7 +93,7 @@ def certify(
 @functools.lru_cache(maxsize=32)
 def _certify(
     linear_shapes: tuple[Shape, ...],
-    attention_shape: tuple[int, int, int],
+    attention_shape: AttentionShape,
     vocab_size: int,
     dtype: torch.dtype,
     num_threads: int,
@@ -108,10 +111,11 @@ def _certify(
             routes[shape] = route or DEFAULT_ROUTE
             if route is None:
                 failures.append(f"linear {shape[0]} -> {shape[1]} ({dtype}): rows depend on the number of rows")
-        failures += _probe_attention(attention_shape, dtype, bits)
+        for window in attention_shape.probed_windows(_LONGEST):
+            failures += _probe_attention(attention_shape, window, dtype, bits)
         failures += _probe_swiglu(max(k for k, _ in linear_shapes), dtype, bits)
         failures += _probe_rows(vocab_size, max(k for k, _ in linear_shapes), dtype, bits)
-    bits.update(repr((sorted(routes.items()), str(dtype), torch.__version__)).encode())
+    bits.update(repr((sorted(routes.items()), str(dtype), torch.__version__, attention_shape[3:])).encode())
     return Certificate(Routes(routes), tuple(failures), bits.hexdigest(), time.perf_counter() - started)
 
 
@@ -156,15 +160,14 @@ def _fewest_rows(x_MK: Tensor, reference_MN: Tensor, multiply: Callable[[Tensor]
     return None
 
 
-def _probe_attention(shape: tuple[int, int, int], dtype: torch.dtype, bits: xxhash.xxh3_128) -> list[str]:
+def _probe_attention(shape: AttentionShape, window: int | None, dtype: torch.dtype, bits: xxhash.xxh3_128) -> list[str]:
     """Rows of a segment must not depend on the queries beside them, the number of segments or the padded extent."""
-    heads, kv_heads, head_dim = shape
-    group, longest = heads // kv_heads, 320
+    head_dim, group, longest = shape.head_dim, shape.heads // shape.kv_heads, _LONGEST
     failures = []
     q, k, v = (_noise(6, longest, head_dim).to(dtype) for _ in range(3))
     keys = k.transpose(1, 2).contiguous()
-    mask = causal_mask(torch.arange(longest).unsqueeze(0), longest, dtype)[0]
-    reference = attend_rows(q, keys, v, mask)
+    mask = causal_mask(torch.arange(longest).unsqueeze(0), longest, dtype, window)[0]
+    reference = attend_rows(q, keys, v, mask, shape.soft_cap)
     _add_bits(bits, reference)
     for start, count in _PROBE_QUERIES:
         stop = start + count
@@ -174,10 +177,12 @@ def _probe_attention(shape: tuple[int, int, int], dtype: torch.dtype, bits: xxha
                 repeated = rows.unsqueeze(1).expand(-1, group, -1, -1).reshape(segments, group * count, head_dim)
                 row_mask = mask[:, start:stop, :extent].repeat(1, group, 1)
                 # Slices of longer tensors on purpose: the extent must not matter, nor the strides.
-                out = attend_rows(repeated, keys[:segments, :, :extent], v[:segments, :extent], row_mask)
+                out = attend_rows(
+                    repeated, keys[:segments, :, :extent], v[:segments, :extent], row_mask, shape.soft_cap
+                )
                 if not torch.equal(out[:, :count], reference[:segments, start:stop]):
                     failures.append(
-                        f"attention, head_dim {head_dim} ({dtype}): queries {start}..{stop - 1} of {segments} segments "
+                        f"{shape.said(window)} ({dtype}): queries {start}..{stop - 1} of {segments} segments "
                         f"over {extent} keys differ from the full prefill"
                     )
     return failures[:1]

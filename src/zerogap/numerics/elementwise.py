@@ -1,4 +1,4 @@
-"""The only place for elementwise functions whose vector and scalar code round differently: exp and silu on a CPU.
+"""The only place for elementwise functions whose vector and scalar code round differently: exp, silu, tanh on a CPU.
 
 torch splits a tensor among threads and walks each part in steps of two vectors; what is left over at the end of a part
 goes through scalar code, which may differ in the last bit. So a value would depend on the number of rows and threads.
@@ -26,6 +26,10 @@ def exp(x_MN: Tensor) -> Tensor:
 def silu(x_MN: Tensor) -> Tensor:
     """x * sigmoid(x)."""
     return _in_whole_steps(F.silu, x_MN)
+
+
+def tanh(x_MN: Tensor) -> Tensor:
+    return _in_whole_steps(torch.tanh, x_MN)
 
 
 def _in_whole_steps(function: Callable[[Tensor], Tensor], x_MN: Tensor) -> Tensor:

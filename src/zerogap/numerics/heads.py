@@ -34,7 +34,9 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """q, k and v of one layer side by side, [N, (H + 2K) * D], before they are split."""
+    """q, k and v of one layer side by side, [N, (H + 2K) * D], before they are split, and how far and how sharply the
+    layer attends: whoever attends reads `window` and `soft_cap` here, so that no phase can leave them out.
+    """
 
     qkv_NA: Tensor
     q_norm_D: Tensor | None
@@ -42,6 +44,8 @@ class Projection:
     rotation: Rotation
     shape: tuple[int, int, int]
     eps: float
+    window: int | None = None
+    soft_cap: float | None = None
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
         """q_NHD, k_NKD, v_NKD. Differentiable."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerogap import metrics
 from zerogap.config.schema import TrainerSettings
-from zerogap.errors import NonFiniteLoss
+from zerogap.errors import ConfigError, NonFiniteLoss
 from zerogap.model.decoder import Decoder
 from zerogap.trainer.losses.kl import kl_terms
 from zerogap.trainer.losses.policy import clipped_policy_terms, token_weights
@@ -64,6 +64,11 @@ class Trainer:
         on_gap: str = "stop",
         reference: Decoder | None = None,
     ) -> None:
+        if decoder.device.type == "cuda" and decoder.config.attn_logit_softcapping is not None:
+            raise ConfigError(
+                "attn_logit_softcapping cannot be trained on a GPU: the backward of attention there has no soft cap",
+                remedy="set model.device='cpu', or train a model without a soft cap",
+            )
         self.decoder, self.settings = decoder, settings
         decoder.activation_checkpointing = settings.activation_checkpointing
         self.num_steps, self.max_new_tokens, self.on_gap = num_steps, max_new_tokens, on_gap

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 from support.cores import control, running_core, submit
-from support.tiny import TINY, TINY_QWEN2, TINY_QWEN3, TINY_UNTIED, tiny_decoder, tiny_folder
+from support.tiny import TINY, TINY_MISTRAL, TINY_QWEN2, TINY_QWEN3, TINY_UNTIED, tiny_decoder, tiny_folder
 from unit.engine.test_core import refit
 
 from zerogap.engine.memory import process_bytes
 
 MOST_BYTES_PER_TURN = 100_000
+WINDOWED = replace(TINY_MISTRAL, windows=(20, 20))
 
 
 async def turn(core, tensors, version):
@@ -29,7 +31,7 @@ async def turn(core, tensors, version):
     control(core, "continue_generation")
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_UNTIED, TINY_QWEN2, TINY_QWEN3], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [TINY, TINY_UNTIED, TINY_QWEN2, TINY_QWEN3, WINDOWED], ids=lambda c: c.model_type)
 def test_no_byte_of_a_released_tag_stays_resident_for_any_layout(tmp_path, config):
     """D4: tied and untied heads, biases, norms of heads; each tag alone, then all."""
     with running_core(tiny_folder(tmp_path / "model", config), num_kv_tokens=8192) as core:
@@ -39,6 +41,28 @@ def test_no_byte_of_a_released_tag_stays_resident_for_any_layout(tmp_path, confi
             control(core, "release_memory_occupation", tags=[tag])
             assert control(core, "server_info")["memory"][tag] == 0
         assert set(control(core, "server_info")["memory"].values()) == {0}
+
+
+def test_the_cache_of_a_model_with_windows_is_released_measured_and_resumed_to_the_same_tokens(tmp_path):
+    """D1: every block is kept, also behind all windows, and what is claimed of it comes free."""
+    answers, claimed = {}, {}
+    for name, config in (("windows", WINDOWED), ("none", replace(WINDOWED, windows=()))):
+        with running_core(tiny_folder(tmp_path / name, config), num_kv_tokens=8192) as core:
+
+            def ask(rid, core=core):
+                ticket = submit(core, rid, range(3, 60), max_new_tokens=150, seed=5, ignore_eos=True).wait()
+                assert ticket.error is None and len(ticket.ids) == 150
+                return ticket.ids, ticket.logprobs
+
+            before = ask("before")
+            released = control(core, "release_memory_occupation", tags=["kv_cache"])["tags"]["kv_cache"]
+            assert released["freed_bytes"] >= 0.95 * released["claimed_bytes"] > 0
+            assert control(core, "server_info")["memory"]["kv_cache"] == 0
+            control(core, "resume_memory_occupation", tags=["kv_cache"])
+            assert ask("after") == before
+            answers[name], claimed[name] = before, released["claimed_bytes"]
+    assert answers["windows"] != answers["none"]
+    assert claimed["windows"] == claimed["none"]
 
 
 async def test_turns_leave_nothing_behind(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tiny import TINY, TINY_QWEN2, TINY_QWEN3, TINY_UNTIED, tiny_decoder, tiny_folder
+from support.tiny import TINY, TINY_MISTRAL, TINY_QWEN2, TINY_QWEN3, TINY_UNTIED, tiny_decoder, tiny_folder
 
 from zerogap.errors import ConfigError
 from zerogap.model.config import ModelConfig, RopeConfig
@@ -29,6 +29,10 @@ CONFIGS = {
     "yarn-rope": replace(TINY_QWEN3, rope=YARN_ROPE),
     "qwen2": TINY_QWEN2,
     "qwen3": TINY_QWEN3,
+    "mistral": TINY_MISTRAL,
+    "mistral-window": replace(TINY_MISTRAL, windows=(7, 7)),
+    "qwen2-window": replace(TINY_QWEN2, windows=(None, 16)),
+    "qwen3-window": replace(TINY_QWEN3, windows=(33, None)),
 }
 
 
@@ -50,8 +54,10 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_survives_the_round_trip_through_hugging_face(name):
-    assert ModelConfig.from_hf(json.loads(json.dumps(CONFIGS[name].to_hf()))) == CONFIGS[name]
+@pytest.mark.parametrize("soft_cap", [None, 3.5])
+def test_config_survives_the_round_trip_through_hugging_face(name, soft_cap):
+    config = replace(CONFIGS[name], attn_logit_softcapping=soft_cap)
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -84,7 +90,7 @@ def test_writing_into_a_view_changes_the_model_once_repacked():
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "sliding"),
+        ({"use_sliding_window": True}, "sliding windows: the llama family"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "dynamic"),
         ({"num_key_value_heads": 3}, "3"),
     ],

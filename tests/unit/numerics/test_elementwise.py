@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerogap.numerics.elementwise import GRAIN, exp, silu
+from zerogap.numerics.elementwise import GRAIN, exp, silu, tanh
 from zerogap.numerics.norm import swiglu
 
 
@@ -16,7 +16,7 @@ def threads():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [20, 64, 96, 300, 1536])
-@pytest.mark.parametrize("function", [exp, silu])
+@pytest.mark.parametrize("function", [exp, silu, tanh])
 def test_a_row_alone_equals_a_row_among_others_on_any_number_of_threads(threads, function, width, dtype):
     rows = 2 * GRAIN // width + 3
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
@@ -32,6 +32,7 @@ def test_the_right_function(threads):
     x = torch.randn(5, 70)
     assert torch.allclose(exp(x), x.exp())
     assert torch.allclose(silu(x), torch.nn.functional.silu(x))
+    assert torch.allclose(tanh(x), x.tanh())
 
 
 def test_the_activation_of_661_rows_on_two_threads_is_that_of_one(threads):

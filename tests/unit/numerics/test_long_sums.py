@@ -7,6 +7,7 @@ import torch
 
 from zerogap.numerics.certify import certify
 from zerogap.numerics.matmul import linear, pack
+from zerogap.numerics.shape import AttentionShape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -17,7 +18,7 @@ def test_a_down_projection_of_4864_inputs_has_the_same_bits_served_and_trained(d
     generator = torch.Generator().manual_seed(0)
     x_MK = torch.randn(33, num_inputs, generator=generator).to(dtype)
     weight_NK = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    certificate = certify(((num_inputs, num_outputs),), (4, 2, 32), 64, dtype)
+    certificate = certify(((num_inputs, num_outputs),), AttentionShape(4, 2, 32), 64, dtype)
     assert not certificate.failures
     route = certificate.routes.linear(num_inputs, num_outputs)
     packed = pack(weight_NK, route)

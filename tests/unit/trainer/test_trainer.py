@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from support.scoring import random_ids, score_paged
-from support.tiny import tiny_decoder
+from support.tiny import TINY, tiny_decoder
 
 from zerogap import metrics
 from zerogap.config.schema import TrainerSettings
-from zerogap.errors import NonFiniteLoss, ParityError
+from zerogap.errors import ConfigError, NonFiniteLoss, ParityError
 from zerogap.numerics.attention import tree_attend
 from zerogap.rollout.advantage import make_batch
 from zerogap.trainer.optim import learning_rate
@@ -312,3 +313,11 @@ def test_scored_samples_are_all_on_the_first_step_and_a_share_later():
     assert len(spread_choice(100, 0.1, 5)) == 10
     assert spread_choice(3, 0.1, 7) == [1]
     assert spread_choice(0, 0.1, 7) == spread_choice(9, 0.0, 7) == []
+
+
+def test_a_soft_cap_is_trained_on_a_cpu_and_refused_by_name_on_a_gpu():
+    capped = replace(TINY, attn_logit_softcapping=30.0)
+    Trainer(tiny_decoder(capped), TrainerSettings(), num_steps=1, max_new_tokens=16)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=capped)
+    with pytest.raises(ConfigError, match="attn_logit_softcapping cannot be trained on a GPU"):
+        Trainer(on_gpu, TrainerSettings(), num_steps=1, max_new_tokens=16)

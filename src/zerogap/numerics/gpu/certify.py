@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -26,12 +27,14 @@ from zerogap.cache import user_cache
 from zerogap.numerics.certify import Certificate, Routes, Shape
 from zerogap.numerics.gpu import attention, gemm, vocabulary
 from zerogap.numerics.matmul import LinearRoute
+from zerogap.numerics.shape import AttentionShape
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 1024, 2048, 4096)
 """A count of rows belongs to the first bucket that is not below it."""
 _REFERENCE = gemm.Tile(64, 64, 64, 4, 4)
 _COPIES = 4
 _REPEATS = 5
+_PROBE_LENS = (1, 63, 130, 300)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class GpuProduct:
 
 @functools.lru_cache(maxsize=8)
 def certify_gpu(
-    shapes: tuple[Shape, ...], attention_shape: tuple[int, int, int], vocab_size: int, dtype: torch.dtype
+    shapes: tuple[Shape, ...], attention_shape: AttentionShape, vocab_size: int, dtype: torch.dtype
 ) -> Certificate:
     """The certificate of one model on the present device. Choices of kernels are kept on disk and checked again on a
     sample at each start; the bits that the fingerprint stands for are computed anew each time.
@@ -73,10 +76,11 @@ def certify_gpu(
     for shape in shapes:
         x_MK, weights = _noise_for(shape, dtype, rows=64, copies=1)
         _add_bits(bits, gemm.product(x_MK, weights[0], _REFERENCE))
-    failures += _probe_attention(attention_shape, dtype, bits)
+    for window in attention_shape.probed_windows(max(_PROBE_LENS)):
+        failures += _probe_attention(attention_shape, window, dtype, bits)
     logits_MV = torch.randn(8, vocab_size, device="cuda", generator=_generator(vocab_size)).to(dtype)
     _add_bits(bits, vocabulary.log_sum_exp(logits_MV, 0.7)[0])
-    bits.update(f"{torch.__version__} {triton.__version__} {dtype}".encode())
+    bits.update(f"{torch.__version__} {triton.__version__} {dtype} {attention_shape[3:]}".encode())
     return Certificate(Routes(routes), tuple(failures), bits.hexdigest(), time.perf_counter() - started)
 
 
@@ -119,12 +123,12 @@ def _key(shape: Shape, dtype: torch.dtype) -> str:
     return xxhash.xxh3_64_hexdigest(repr((about, shape, str(dtype), ROW_BUCKETS, gemm.TILES)).encode())
 
 
-def _probe_attention(shape: tuple[int, int, int], dtype: torch.dtype, bits: xxhash.xxh3_128) -> list[str]:
+def _probe_attention(shape: AttentionShape, window: int | None, dtype: torch.dtype, bits: xxhash.xxh3_128) -> list[str]:
     """Decode over pages in random order against packed prefill, with the tiles that each phase takes."""
-    heads, kv_heads, head_dim = shape
-    lens, page = (1, 63, 130, 300), attention.KEY_BLOCK
+    heads, kv_heads, head_dim = shape[:3]
+    lens, page = _PROBE_LENS, attention.KEY_BLOCK
     first = [0, *itertools.accumulate(lens)]
-    made = _generator(sum(shape))
+    made = _generator(sum(shape[:3]))
     q, k, v = (torch.randn(sum(lens), n, head_dim, device="cuda", generator=made).to(dtype)
                for n in (heads, kv_heads, kv_heads))  # fmt: skip
     table = torch.tensor([[5, 0, 0, 0, 0], [3, 0, 0, 0, 0], [9, 1, 7, 0, 0], [2, 8, 4, 6, 10]], dtype=torch.int32)
@@ -138,12 +142,13 @@ def _probe_attention(shape: tuple[int, int, int], dtype: torch.dtype, bits: xxha
     one = attention.Segments(
         torch.arange(len(lens) + 1, dtype=torch.int32, device="cuda"), num_B, 1, table_BJ=table.cuda()
     )
-    whole = attention.attend(q, k, v, packed, head_dim**-0.5)
+    attend = partial(attention.attend, scale=head_dim**-0.5, window=window, soft_cap=shape.soft_cap)
+    whole = attend(q, k, v, packed)
     _add_bits(bits, whole)
     last = (first_B[1:] - 1).long()
-    if torch.equal(attention.attend(q[last], keys, values, one, head_dim**-0.5), whole[last]):
+    if torch.equal(attend(q[last], keys, values, one), whole[last]):
         return []
-    return [f"attention, head_dim {head_dim} ({dtype}): decode differs from prefill"]
+    return [f"{shape.said(window)} ({dtype}): decode differs from prefill"]
 
 
 def _noise_for(shape: Shape, dtype: torch.dtype, *, rows: int, copies: int) -> tuple[Tensor, list[Tensor]]:
