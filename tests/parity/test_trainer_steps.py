@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.learning import MAX_NEW, refit, rollout
@@ -13,9 +15,11 @@ from zerogap.engine.runner import Runner
 from zerogap.rollout.advantage import make_batch
 from zerogap.trainer.trainer import Trainer
 
+WINDOWED = replace(TINY_QWEN3, windows=(5, None), attn_logit_softcapping=3.0)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [TINY, TINY_UNTIED, TINY_QWEN2, TINY_QWEN3])
+@pytest.mark.parametrize("config", [TINY, TINY_UNTIED, TINY_QWEN2, TINY_QWEN3, WINDOWED])
 @pytest.mark.parametrize("micro_batch_groups", [1, 4])
 def test_the_gap_stays_zero_while_the_weights_move(config, dtype, micro_batch_groups):
     settings = TrainerSettings(lr=1e-2, warmup_steps=0, micro_batch_groups=micro_batch_groups, score_share=1.0)

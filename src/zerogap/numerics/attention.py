@@ -63,7 +63,7 @@ def at_least_min_rows(x_BRD: Tensor) -> Tensor:
 
 
 def attend_rows(
-    q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor, soft_cap: float | None = None
+    q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask_BRL: Tensor, *, soft_cap: float | None = None
 ) -> Tensor:
     """The attention core: o_BRD for B independent (segment, KV head) pairs. q is scaled, keys are transposed.
 
@@ -219,7 +219,7 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v = _with_zero_row(q_NHD * scale), _with_zero_row(k_NKD), _with_zero_row(v_NKD)
         outs = []
         for seg in plan.segments:
-            out_BRD = attend_rows(*_gather(q, k, v, seg, heads, window), soft_cap)
+            out_BRD = attend_rows(*_gather(q, k, v, seg, heads, window), soft_cap=soft_cap)
             S, T = seg.queries_ST.shape
             outs.append(_heads_of_rows(out_BRD, S, T).reshape(S * T, -1))
         out = torch.cat(outs).index_select(0, plan.output_slots_N)
@@ -321,7 +321,7 @@ class PagedKV:
         tiles, values_BLD = keys.view(-1, D, size), values.view(S * K, J * size, D)
         if q_BRD.shape[1] > D:
             keys_BDL = tiles.view(S * K, J, D, size).transpose(1, 2).reshape(S * K, D, J * size)
-            return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL, soft_cap)
+            return attend_rows(q_BRD, keys_BDL, values_BLD, mask_BRL, soft_cap=soft_cap)
         # Few rows: multiply block by block and reorder the scores, which are smaller than the keys. Same dot products.
         rows = q_BRD.shape[1]
         q_BRD = at_least_min_rows(q_BRD)

@@ -167,7 +167,7 @@ def _probe_attention(shape: AttentionShape, window: int | None, dtype: torch.dty
     q, k, v = (_noise(6, longest, head_dim).to(dtype) for _ in range(3))
     keys = k.transpose(1, 2).contiguous()
     mask = causal_mask(torch.arange(longest).unsqueeze(0), longest, dtype, window)[0]
-    reference = attend_rows(q, keys, v, mask, shape.soft_cap)
+    reference = attend_rows(q, keys, v, mask, soft_cap=shape.soft_cap)
     _add_bits(bits, reference)
     for start, count in _PROBE_QUERIES:
         stop = start + count
@@ -177,9 +177,8 @@ def _probe_attention(shape: AttentionShape, window: int | None, dtype: torch.dty
                 repeated = rows.unsqueeze(1).expand(-1, group, -1, -1).reshape(segments, group * count, head_dim)
                 row_mask = mask[:, start:stop, :extent].repeat(1, group, 1)
                 # Slices of longer tensors on purpose: the extent must not matter, nor the strides.
-                out = attend_rows(
-                    repeated, keys[:segments, :, :extent], v[:segments, :extent], row_mask, shape.soft_cap
-                )
+                sliced = (keys[:segments, :, :extent], v[:segments, :extent])
+                out = attend_rows(repeated, *sliced, row_mask, soft_cap=shape.soft_cap)
                 if not torch.equal(out[:, :count], reference[:segments, start:stop]):
                     failures.append(
                         f"{shape.said(window)} ({dtype}): queries {start}..{stop - 1} of {segments} segments "
