@@ -139,14 +139,15 @@ def test_a_response_scored_by_prefill_has_the_bits_of_its_generation():
     assert found == [s.logprobs for s in generated]
 
 
-def test_the_backward_repeats_bit_for_bit():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_backward_repeats_bit_for_bit_with_activations_kept_or_computed_anew(checkpointing):
     decoder = decoder_of(QWEN3)
     sequences = sequences_of(QWEN3, 20, new=80, temperature=1.0)
     run(GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096), sequences)
     runs = PackedRuns.build([len(s.tokens) for s in sequences], CUDA)
     ids = torch.tensor([t for s in sequences for t in s.tokens], device=CUDA)
     grads = []
-    for _ in range(3):
+    for decoder.activation_checkpointing in (False, checkpointing, checkpointing):
         decoder.zero_grad()
         hidden = decoder(ids, runs.positions_N, packed_attend(runs, decoder.attention_scale))
         hidden.float().square().sum().backward()
