@@ -121,6 +121,19 @@ def test_truncation_restricts_the_choice_and_never_the_logprob():
     assert [p for s in sequences for p in s.logprobs] == trained_scores(decoder, sequences, 1.0)
 
 
+def test_a_neighbour_with_penalties_changes_no_bit():
+    """Its logits become fp32, in which the sum of a row may end in another bit than in bfloat16."""
+    decoder = decoder_of(QWEN3)
+    runner = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=4096)
+    sequences = sequences_of(QWEN3, 24, new=40, temperature=1.0)
+    for sequence in sequences[::2]:
+        sequence.params = replace(sequence.params, frequency_penalty=0.5, logit_bias={7: 1.0})
+        sequence.plain = False
+    run(runner, sequences)
+    untouched = sequences[1::2]
+    assert [p for s in untouched for p in s.logprobs] == trained_scores(decoder, untouched, 1.0)
+
+
 def test_a_response_scored_by_prefill_has_the_bits_of_its_generation():
     decoder = decoder_of(QWEN3)
     runner = GpuRunner(decoder, num_kv_tokens=40_000, max_running=64, prefill_tokens=333)

@@ -43,7 +43,22 @@ class RowToScore(NamedTuple):
 
 
 def draw(logits_BV: Tensor, sequences: ListLike[Sequence]) -> list[Drawn]:
-    """The next token of each sequence."""
+    """The next token of each sequence.
+
+    Adjusted logits are fp32. On a GPU the last bit of a row's sum hangs on the logits' dtype: the others stay apart.
+    """
+    drawn: dict[int, Drawn] = {}
+    for adjusts in (False, True):
+        rows = [i for i, s in enumerate(sequences) if s.params.adjusts == adjusts]
+        if len(rows) == len(sequences):
+            return _draw_alike(logits_BV, sequences)
+        if rows:
+            drawn |= zip(rows, _draw_alike(logits_BV[rows], [sequences[i] for i in rows]), strict=True)
+    return [drawn[i] for i in range(len(sequences))]
+
+
+def _draw_alike(logits_BV: Tensor, sequences: ListLike[Sequence]) -> list[Drawn]:
+    """Of sequences that all adjust their logits, or none of which does."""
     rows = [s.sampling_row for s in sequences]
     if all(s.plain for s in sequences):
         tokens_B, logprobs_B, _ = sample(logits_BV, rows)

@@ -59,6 +59,11 @@ class SamplingParams:
     def penalises(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything is added to the logits."""
+        return self.penalises or bool(self.logit_bias)
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
@@ -205,7 +210,7 @@ class Sequence:
         start, num = self.options.prompt_start, len(self.prompt_ids)
         self.scores = None if start is None else PromptScores(start, max(num - 1 - start, 0))
         p, o = self.params, self.options
-        self.plain = not (p.penalises or p.logit_bias or p.min_new_tokens or o.original or o.alternatives)
+        self.plain = not (p.adjusts or p.min_new_tokens or o.original or o.alternatives)
 
     @property
     def output_ids(self) -> list[int]:
@@ -234,7 +239,7 @@ class Sequence:
     def adjustment(self) -> Adjustment | None:
         """What is added to the next logits; None if the request asks for nothing of the kind."""
         p = self.params
-        if not (p.penalises or p.logit_bias):
+        if not p.adjusts:
             return None
         return Adjustment(
             p.frequency_penalty,
