@@ -32,12 +32,16 @@ Every error has one shape, whatever caused it. `message`, `success` and `error.m
 | status | when |
 |---|---|
 | 400 | a body that is no JSON, a wrong field, a request that cannot be served as it is, a weight update that failed |
+| 401, 403 | no key that the server knows; a key that is not for control routes |
 | 404, 405 | no such route, or not with this method |
 | 409 | a call that is illegal now (`EngineStateError`, `StaleWeights`); `details.legal_calls` has the legal ones |
 | 413, 415 | a body above 64 MiB, or one that calls itself something else than JSON |
 | 500 | a fault of the engine (`MemoryReleaseError`, a logprob that is not a number) |
 | 501 | a route of SGLang that this engine does not have |
 | 503 | the engine's thread is dead or stuck; of `/ready`: it does not generate now |
+
+Where the server has keys, a route says below which it asks for: `open` none, `inference` the API key, `control` the
+admin key (the API key where there is no admin key). The admin key opens all.
 
 After a stream has begun the status is 200 already: the error is an event
 `{"error": {"message", "type", "code", "retryable"}, "zerogap": {...}}`, then `[DONE]`.
@@ -75,7 +79,7 @@ def _route(route: Route) -> Iterator[str]:
     if route.body.model_fields:
         yield from _fields(route.body.model_fields)
         yield ""
-    yield f"Reply: {route.reply}."
+    yield f"Reply: {route.reply}. Access: {route.access}."
     if route.ours:
         yield ""
         yield f"Ours: {route.ours}"

@@ -21,84 +21,99 @@ from zerogap.weights.manifest import tensor_bytes
 from zerogap.wire.tensors import Place, RankEndpoint
 
 _PACKAGE = "nixl_cu13"
+_LOOK_AGAIN_MICROSECONDS = 10_000
+"""How long NIXL's thread sleeps where nothing wakes it."""
 
 
 class Agent:
-    """This process, as NIXL's others know it."""
+    """This process, as NIXL's others know it.
+
+    On NIXL's bindings and not on its Python class, whose thread asks without a pause whether there is news: one core
+    of the engine for as long as it lives.
+    """
 
     def __init__(self) -> None:
         try:
-            api = importlib.import_module(f"{_PACKAGE}._api")
+            self._bindings = importlib.import_module(f"{_PACKAGE}._bindings")
         except ImportError as error:
             raise ConfigError(
                 f"transfer mode p2p needs the package nixl-cu13: {error}",
                 remedy="pip install 'zerogap[p2p]' where the trainer and where the engines run, or set refit.mode to "
                 "broadcast_packed",
             ) from error
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports every agent on standard output
         self.name = f"zerogap-{secrets.token_hex(6)}"
-        self._nixl: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=["UCX"]))
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, _LOOK_AGAIN_MICROSECONDS
+        self._nixl = self._bindings.nixlAgent(self.name, config)
+        self._nixl.createBackend("UCX", {})
 
     def register(self, memory: Sequence[Tensor]) -> Any:
         """Contiguous tensors with elements, which must live until `forget`. What others need to know is metadata."""
-        return self._nixl.register_memory([(*_where(t), "") for t in memory], _kind(memory[0]))
+        descriptors = self._bindings.nixlRegDList(self._kind(_kind(memory[0])), [(*_where(t), "") for t in memory])
+        self._nixl.registerMem(descriptors, [])
+        return descriptors
 
     def forget(self, registered: Any) -> None:
-        self._nixl.deregister_memory(registered)
+        self._nixl.deregisterMem(registered, [])
 
     @property
     def metadata(self) -> str:
-        return base64.b64encode(self._nixl.get_agent_metadata()).decode()
+        return base64.b64encode(self._nixl.getLocalMD()).decode()
 
     def meet(self, endpoint: RankEndpoint) -> None:
         try:
-            self._nixl.add_remote_agent(base64.b64decode(endpoint.metadata))
+            self._nixl.loadRemoteMD(base64.b64decode(endpoint.metadata))
         except Exception as error:
             raise _failed(f"cannot reach {endpoint.agent}", error) from error
 
     def part(self, name: str) -> None:
         """Forgets a peer, also one that has died."""
         try:
-            self._nixl.remove_remote_agent(name)
+            self._nixl.invalidateRemoteMD(name)
         except Exception:  # noqa: BLE001  NIXL's errors have no common class; a dead peer is forgotten already
             logging.getLogger(__name__).info("%s was not known any more", name)
 
     def write(self, source: Sequence[Tensor], endpoint: RankEndpoint, places: Sequence[Place]) -> Write:
         """Starts to write each tensor's bytes to its place at the peer."""
-        kind = _kind(source[0])
         there = [(place.address, place.num_bytes, endpoint.device) for place in places]
+        nixl, transfer_list = self._nixl, self._bindings.nixlXferDList
         try:
-            handle = self._nixl.initialize_xfer(
-                "WRITE",
-                self._nixl.get_xfer_descs([_where(t) for t in source], kind),
-                self._nixl.get_xfer_descs(there, endpoint.memory),
+            handle = nixl.createXferReq(
+                self._bindings.NIXL_WRITE,
+                transfer_list(self._kind(_kind(source[0])), [_where(t) for t in source]),
+                transfer_list(self._kind(endpoint.memory), there),
                 endpoint.agent,
+                b"",
+                [],
             )
-            self._nixl.transfer(handle)
+            nixl.postXferReq(handle, b"")
         except Exception as error:
             raise _failed(f"cannot write to {endpoint.agent}", error) from error
-        return Write(self._nixl, handle, endpoint.agent)
+        return Write(self._bindings, nixl, handle, endpoint.agent)
+
+    def _kind(self, memory: Literal["DRAM", "VRAM"]) -> Any:
+        return self._bindings.DRAM_SEG if memory == "DRAM" else self._bindings.VRAM_SEG
 
 
 class Write:
     """One write on its way."""
 
-    def __init__(self, nixl: Any, handle: Any, peer: str) -> None:
-        self._nixl, self._handle, self._peer = nixl, handle, peer
+    def __init__(self, bindings: Any, nixl: Any, handle: Any, peer: str) -> None:
+        self._bindings, self._nixl, self._handle, self._peer = bindings, nixl, handle, peer
 
     @property
     def done(self) -> bool:
         """Raises TransferFailed once it is known to have failed."""
         try:
-            state = self._nixl.check_xfer_state(self._handle)
+            state = self._nixl.getXferStatus(self._handle)
         except Exception as error:
             raise _failed(f"{self._peer} is gone", error) from error
-        if state == "ERR":
-            raise _failed(f"the write to {self._peer} broke", None)
-        return state == "DONE"
+        if state not in (self._bindings.NIXL_SUCCESS, self._bindings.NIXL_IN_PROG):
+            raise _failed(f"the write to {self._peer} broke: {state}", None)
+        return state == self._bindings.NIXL_SUCCESS
 
     def release(self) -> None:
-        self._nixl.release_xfer_handle(self._handle)
+        self._nixl.releaseXferReq(self._handle)
 
 
 class Endpoint:
