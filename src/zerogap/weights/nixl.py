@@ -7,6 +7,7 @@ memory through UCX.
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import logging
 import secrets
@@ -33,23 +34,15 @@ class Agent:
     """
 
     def __init__(self) -> None:
-        try:
-            self._bindings = importlib.import_module(f"{_PACKAGE}._bindings")
-        except ImportError as error:
-            raise ConfigError(
-                f"transfer mode p2p needs the package nixl-cu13: {error}",
-                remedy="pip install 'zerogap[p2p]' where the trainer and where the engines run, or set refit.mode to "
-                "broadcast_packed",
-            ) from error
         self.name = f"zerogap-{secrets.token_hex(6)}"
-        config = self._bindings.nixlAgentConfig()
+        config = _bindings().nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _LOOK_AGAIN_MICROSECONDS
-        self._nixl = self._bindings.nixlAgent(self.name, config)
+        self._nixl = _bindings().nixlAgent(self.name, config)
         self._nixl.createBackend("UCX", {})
 
     def register(self, memory: Sequence[Tensor]) -> Any:
         """Contiguous tensors with elements, which must live until `forget`. What others need to know is metadata."""
-        descriptors = self._bindings.nixlRegDList(self._kind(_kind(memory[0])), [(*_where(t), "") for t in memory])
+        descriptors = _bindings().nixlRegDList(_segment(_kind(memory[0])), [(*_where(t), "") for t in memory])
         self._nixl.registerMem(descriptors, [])
         return descriptors
 
@@ -76,30 +69,26 @@ class Agent:
     def write(self, source: Sequence[Tensor], endpoint: RankEndpoint, places: Sequence[Place]) -> Write:
         """Starts to write each tensor's bytes to its place at the peer."""
         there = [(place.address, place.num_bytes, endpoint.device) for place in places]
-        nixl, transfer_list = self._nixl, self._bindings.nixlXferDList
         try:
-            handle = nixl.createXferReq(
-                self._bindings.NIXL_WRITE,
-                transfer_list(self._kind(_kind(source[0])), [_where(t) for t in source]),
-                transfer_list(self._kind(endpoint.memory), there),
+            handle = self._nixl.createXferReq(
+                _bindings().NIXL_WRITE,
+                _bindings().nixlXferDList(_segment(_kind(source[0])), [_where(t) for t in source]),
+                _bindings().nixlXferDList(_segment(endpoint.memory), there),
                 endpoint.agent,
                 b"",
                 [],
             )
-            nixl.postXferReq(handle, b"")
+            self._nixl.postXferReq(handle, b"")
         except Exception as error:
             raise _failed(f"cannot write to {endpoint.agent}", error) from error
-        return Write(self._bindings, nixl, handle, endpoint.agent)
-
-    def _kind(self, memory: Literal["DRAM", "VRAM"]) -> Any:
-        return self._bindings.DRAM_SEG if memory == "DRAM" else self._bindings.VRAM_SEG
+        return Write(self._nixl, handle, endpoint.agent)
 
 
 class Write:
     """One write on its way."""
 
-    def __init__(self, bindings: Any, nixl: Any, handle: Any, peer: str) -> None:
-        self._bindings, self._nixl, self._handle, self._peer = bindings, nixl, handle, peer
+    def __init__(self, nixl: Any, handle: Any, peer: str) -> None:
+        self._nixl, self._handle, self._peer = nixl, handle, peer
 
     @property
     def done(self) -> bool:
@@ -108,9 +97,9 @@ class Write:
             state = self._nixl.getXferStatus(self._handle)
         except Exception as error:
             raise _failed(f"{self._peer} is gone", error) from error
-        if state not in (self._bindings.NIXL_SUCCESS, self._bindings.NIXL_IN_PROG):
+        if state not in (_bindings().NIXL_SUCCESS, _bindings().NIXL_IN_PROG):
             raise _failed(f"the write to {self._peer} broke: {state}", None)
-        return state == self._bindings.NIXL_SUCCESS
+        return state == _bindings().NIXL_SUCCESS
 
     def release(self) -> None:
         self._nixl.releaseXferReq(self._handle)
@@ -157,6 +146,19 @@ def places_for(endpoint: RankEndpoint, sizes: Iterable[tuple[str, int]]) -> list
     return found
 
 
+@functools.cache
+def _bindings() -> Any:
+    """Raises ConfigError without the package."""
+    try:
+        return importlib.import_module(f"{_PACKAGE}._bindings")
+    except ImportError as error:
+        raise ConfigError(
+            f"transfer mode p2p needs the package nixl-cu13: {error}",
+            remedy="pip install 'zerogap[p2p]' where the trainer and where the engines run, or set refit.mode to "
+            "broadcast_packed",
+        ) from error
+
+
 def _where(tensor: Tensor) -> tuple[int, int, int]:
     flat = tensor_bytes(tensor)
     return flat.data_ptr(), flat.numel(), tensor.get_device() if tensor.is_cuda else 0
@@ -164,6 +166,11 @@ def _where(tensor: Tensor) -> tuple[int, int, int]:
 
 def _kind(tensor: Tensor) -> Literal["DRAM", "VRAM"]:
     return "VRAM" if tensor.is_cuda else "DRAM"
+
+
+def _segment(kind: Literal["DRAM", "VRAM"]) -> Any:
+    """NIXL's word for it."""
+    return _bindings().VRAM_SEG if kind == "VRAM" else _bindings().DRAM_SEG
 
 
 def _failed(what: str, error: Exception | None) -> TransferFailed:
