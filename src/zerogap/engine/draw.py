@@ -45,15 +45,15 @@ class RowToScore(NamedTuple):
 def draw(logits_BV: Tensor, sequences: ListLike[Sequence]) -> list[Drawn]:
     """The next token of each sequence.
 
-    Adjusted logits are fp32. On a GPU the last bit of a row's sum hangs on the logits' dtype: the others stay apart.
+    Adjusted logits are fp32, and a row's logprob may hang on the dtype (see `numerics/gpu/vocabulary.py`): sequences
+    that adjust nothing are drawn apart, from the model's own logits.
     """
+    if len({s.params.adjusts for s in sequences}) < 2:
+        return _draw_alike(logits_BV, sequences)
     drawn: dict[int, Drawn] = {}
     for adjusts in (False, True):
         rows = [i for i, s in enumerate(sequences) if s.params.adjusts == adjusts]
-        if len(rows) == len(sequences):
-            return _draw_alike(logits_BV, sequences)
-        if rows:
-            drawn |= zip(rows, _draw_alike(logits_BV[rows], [sequences[i] for i in rows]), strict=True)
+        drawn |= zip(rows, _draw_alike(logits_BV[rows], [sequences[i] for i in rows]), strict=True)
     return [drawn[i] for i in range(len(sequences))]
 
 
