@@ -1,4 +1,4 @@
-"""The only place that decides whether a caller may use a route: the keys of section "Keys" in docs/operations.md."""
+"""The only place that decides whether a caller may use a route: the keys of docs/operations.md, "A server for others"."""
 
 from __future__ import annotations
 

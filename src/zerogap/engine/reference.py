@@ -40,8 +40,7 @@ Every error has one shape, whatever caused it. `message`, `success` and `error.m
 | 501 | a route of SGLang that this engine does not have |
 | 503 | the engine's thread is dead or stuck; of `/ready`: it does not generate now |
 
-Where the server has keys, a route says below which it asks for: `open` none, `inference` the API key, `control` the
-admin key (the API key where there is no admin key). The admin key opens all.
+`Access` says which key a route asks for where the server has any: see [a server for others](operations.md#a-server-for-others).
 
 After a stream has begun the status is 200 already: the error is an event
 `{"error": {"message", "type", "code", "retryable"}, "zerogap": {...}}`, then `[DONE]`.
