@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ class OpenAIRoutes:
             self._generation.close(answer)
 
 
-class _Form:
+class _Form(ABC):
     """What chat and completions have in common: envelope, usage, and what of a stream has been sent."""
 
     kind, prefix = "", ""
@@ -222,14 +223,17 @@ class _Form:
     def _all_logprobs(self, response: Generated) -> dict[str, Any]:
         return self._logprobs(response, 0, len(response.ids))
 
+    @abstractmethod
     def _content(self, text: str, response: Generated) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of a whole choice."""
 
+    @abstractmethod
     def _part(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of a chunk of a stream."""
 
+    @abstractmethod
     def _logprobs(self, response: Generated, start: int, end: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """Of the tokens from `start` to `end`."""
 
 
 class _Chat(_Form):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,19 +17,17 @@ LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 class NoEffect(Body):
     """Base of bodies whose fields this engine knows only in part: one that asks for something else is refused."""
 
+    no_effect: ClassVar[tuple[str, ...]]
+    """SGLang's fields that this engine cannot honour; null, false and empty ask for nothing."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_has_no_effect(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for key in cls.no_effect():
+            for key in cls.no_effect:
                 if data.get(key) not in (None, False, []):
                     raise ValueError(f"`{key}` has no effect in this engine: leave it out")
         return data
-
-    @classmethod
-    def no_effect(cls) -> tuple[str, ...]:
-        """SGLang's fields that this engine cannot honour; null, false and empty ask for nothing."""
-        raise NotImplementedError
 
 
 class LoadsQuery(Body):
@@ -65,6 +63,7 @@ class SlowDownBody(Body):
 class StartProfileBody(NoEffect):
     """`output_dir` lies inside the server's profile folder; null: that folder. `num_steps` null: as many as may be."""
 
+    no_effect = ("start_step", "profile_by_stage", "merge_profiles", "profile_stages", "detailed_annotations")
     output_dir: str | None = None
     num_steps: Annotated[int, Field(ge=1, le=MAX_PROFILED_STEPS)] | None = None
     activities: list[Literal["CPU", "GPU", "MEM"]] | None = None
@@ -73,14 +72,7 @@ class StartProfileBody(NoEffect):
     profile_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")] | None = None
     profile_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")] | None = None
 
-    @classmethod
-    def no_effect(cls) -> tuple[str, ...]:
-        return ("start_step", "profile_by_stage", "merge_profiles", "profile_stages", "detailed_annotations")
-
 
 class ConfigureLoggingBody(NoEffect):
+    no_effect = ("log_requests", "dump_requests_folder", "crash_dump_folder")
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-
-    @classmethod
-    def no_effect(cls) -> tuple[str, ...]:
-        return ("log_requests", "dump_requests_folder", "crash_dump_folder")
