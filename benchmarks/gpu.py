@@ -141,8 +141,8 @@ def linears(config: ModelConfig) -> dict[str, Any]:
             out[f"{shape} rows<={c.rows}"] = [
                 name,
                 round(c.microseconds, 1),
-                round(c.library_microseconds, 1),
-                c.library_is_canonical,
+                round(c.blas_microseconds, 1),
+                c.blas_is_canonical,
             ]
     return out
 

@@ -160,7 +160,8 @@ def test_the_backward_repeats_bit_for_bit_with_activations_kept_or_computed_anew
     runs = PackedRuns.build([len(s.tokens) for s in sequences], CUDA)
     ids = torch.tensor([t for s in sequences for t in s.tokens], device=CUDA)
     grads = []
-    for decoder.activation_checkpointing in (False, checkpointing, checkpointing):
+    for again in (False, checkpointing, checkpointing):
+        decoder.activation_checkpointing = again
         decoder.zero_grad()
         hidden = decoder(ids, runs.positions_N, packed_attend(runs, decoder.attention_scale))
         hidden.float().square().sum().backward()

@@ -44,8 +44,8 @@ class Choice:
     rows: int
     tile: gemm.Tile | None
     microseconds: float
-    library_microseconds: float
-    library_is_canonical: bool
+    blas_microseconds: float
+    blas_is_canonical: bool
 
 
 class GpuProduct:
@@ -96,7 +96,7 @@ def _choices(shape: Shape, dtype: torch.dtype) -> tuple[Choice, ...]:
     found = tuple(_choose(rows, previous, x_MK, weights) for previous, rows in zip(below, ROW_BUCKETS, strict=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    measured = [(c.microseconds, c.library_microseconds, c.library_is_canonical) for c in found]
+    measured = [(c.microseconds, c.blas_microseconds, c.blas_is_canonical) for c in found]
     rows = [{"rows": c.rows, "tile": c.tile, "measured": m} for c, m in zip(found, measured, strict=True)]
     partial.write_text(json.dumps(rows), encoding="utf-8")
     partial.replace(path)
