@@ -1,4 +1,4 @@
-"""The only place that decides whether a caller may use a route: the keys of docs/operations.md, "A server for others"."""
+"""The only place that decides whether a caller may use a route: the table of "A server for others" in operations.md."""
 
 from __future__ import annotations
 

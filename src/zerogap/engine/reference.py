@@ -40,7 +40,8 @@ Every error has one shape, whatever caused it. `message`, `success` and `error.m
 | 501 | a route of SGLang that this engine does not have |
 | 503 | the engine's thread is dead or stuck; of `/ready`: it does not generate now |
 
-`Access` says which key a route asks for where the server has any: see [a server for others](operations.md#a-server-for-others).
+`Access` says which key a route asks for where the server has any: see
+[a server for others](operations.md#a-server-for-others).
 
 After a stream has begun the status is 200 already: the error is an event
 `{"error": {"message", "type", "code", "retryable"}, "zerogap": {...}}`, then `[DONE]`.
